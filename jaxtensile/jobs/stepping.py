@@ -35,8 +35,8 @@ from jaxtensile.units import Seconds
 T = TypeVar("T")
 
 _LONG: Seconds = 20.0
-"""Seconds: if the first step takes longer, other jobs do not wait; they are told the job's smaller plans. A guess: to
-predict them takes half a second of a core that other first steps wait for."""
+"""If the first step takes longer, other jobs do not wait; they are told the job's smaller plans. A guess: predicting
+them takes half a second of a core that first steps wait for."""
 _TOLD: Seconds = 60.0
 """Seconds after which a wait for a turn is logged, again and again: others' steps are long, or nobody decides. A
 guess."""

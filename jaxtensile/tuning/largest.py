@@ -31,17 +31,16 @@ LARGEST: Final = 1 << 30
 FIRST: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 """First batch sizes tried, until one is taken; batches in multiples of devices match one."""
 _ROUNDER: Final = (8, 64, 512)
-"""Multiples asked behind the largest batch that fits: what tiles and divisors like."""
+"""Multiples asked behind the largest batch that fits: tiles and divisors."""
 FEW: Final = 64 * MIB
-"""Bytes of arrays that a workload may make for any size; for more, shapes are continued from those of smaller sizes. A
-guess: a fraction of a second."""
+"""Bytes of arrays that a workload may make for any size; for more, shapes continue those of smaller sizes. A guess: a
+fraction of a second."""
 ARRAYS: Final = 0.25
 """Share of this machine's memory that a workload's own arrays may take. A guess: they are made from others."""
 FURTHER: Final = 32
-"""Times the largest batch that is known to fit up to which the next one is tried. A guess: what a few rows need says
-little of a million."""
+"""Times the largest batch known to fit up to which the next is tried. A guess: a few rows say little of a million."""
 PREDICTED: Final = 64
-"""Parts of a batch to which a predicted largest one is known. A guess: no prediction is better."""
+"""Parts of a batch to which a predicted largest is known. A guess: no prediction is better."""
 _NEXT: Final = 3
 """Sizes asked behind the largest that fits. A guess."""
 _NEAR: Final = 1.25

@@ -89,7 +89,7 @@ ROW = 1 << 14
 (H200, docs/xla.md)."""
 _MAX_LEAVES = 24
 """Most buffers that one kernel reads: bounds the work of the model. XLA:GPU's own limit is higher. A guess. At half and
-at double no plan of the sweep changes."""
+at double no plan changes."""
 
 
 _FUSIBLE = ELEMENTWISE | MOVES | {OUTER, SPREAD}

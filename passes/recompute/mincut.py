@@ -50,7 +50,7 @@ _INFINITE = 2**31 - 1
 _TOTAL = 2**30
 """Bound of a cut's flow, to which capacities are scaled: half of what 32 bits hold."""
 _EDGES = 1 << 15
-"""Edges of one flow: small cuts take a tenth of the time together, large ones more. At double and half alike."""
+"""Most edges of one flow: small cuts take a tenth of the time together. At half and double alike."""
 
 
 class Network:

@@ -21,7 +21,7 @@ changes; at 1.6 some do, by less than 0.01 %."""
 
 NARROW, NEIGHBOURS = 1.25, 2
 """A cut point is narrow if at most this factor wider than its neighbours, so many to each side. A guess. At 1.125 and
-at 1.5 no plan of the sweep changes."""
+at 1.5 no plan changes."""
 FEW, MOST = 3, 32
 """With fewer cut points than the first, a level forward part is cut into at most about the second. A guess."""
 SHORTEST, LONGEST, WINDOWS = 2, 64, 64

@@ -31,7 +31,7 @@ from jaxtensile.units import Bytes, Seconds
 
 _BOUNDARIES, _WORK = 12, 96
 """Limits for one budget: boundaries solved, and ops laid out per op of the program (XLA compiles one meanwhile).
-Without the second, Llama at 18,207 MB spent 115 s. The first is a guess. At half and at double no plan of the sweep
+Without the second, Llama at 18,207 MB spent 115 s. The first is a guess. At half and double no plan of the sweep
 changes."""
 _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of the bytes that must leave the device for copies; the rest is recomputed. A guess: finer for few copies."""
@@ -43,23 +43,23 @@ _FAR_BELOW = 0.7
 """Easier budgets are skipped if copies lead below the least without a budget by this factor. In 400 random graphs
 easier budgets led to 0.78 of it at least."""
 _REPAIRS, _VAIN = 8, 3
-"""Trials with segments of one length, and most in a row no smaller than the start. Guesses. At half and at double no
+"""Trials with segments of one length, and most in a row no smaller than the start. Guesses. At half and double no
 plan of the sweep changes with the first."""
 _STRIDE = 4
-"""Factor on the last cut in bytes where that changed nothing. A guess. At half and at double no plan of the sweep
+"""Factor on the last cut in bytes where that changed nothing. A guess. At half and double no plan of the sweep
 changes."""
 _PEAK = 1 / 64
-"""Share of the temporaries by which steps at the peak may be below it. A guess. At half and at double no plan of the
+"""Share of the temporaries by which steps at the peak may be below it. A guess. At half and double no plan of the
 sweep changes."""
 _WORTHWHILE = 0.01
 """Share of a step that a cheaper trial over budget must save to be followed too. A guess."""
 _GROWTHS = 4
 """Trials with more bytes after one that fits, while over ``_LEFT`` of its temporaries are free. A guess. At half DLRM
-at 0.5 of its temporaries does 0.12 % of a step more; at double no plan of the sweep changes."""
+at 0.5 of its temporaries does 0.12 % of a step more; at double no plan changes."""
 _LEFT = 0.01
 """Share of a trial's temporaries that may stay free. A guess."""
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
-"""Shares of the plain temporaries aimed at when a budget is missed. A guess. At half and at double no plan of the sweep
+"""Shares of the plain temporaries aimed at when a budget is missed. A guess. At half and double no plan of the sweep
 changes."""
 _HOPELESS = 1.1
 """A budget is not searched if the least without one is over it by this factor: searches for a budget end some 7 % lower
