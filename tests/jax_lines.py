@@ -22,7 +22,7 @@ ALL = {
         numbered parity references rows sink
         sink_invariants split state streaming trace undo undo_loops variants""",
     "what XLA allocates, in which order, for whom, and how it is asked": """
-        build_report compile heap kernels lowered output_reuse own_stacks pipeline prologue shardings sums widened""",
+        build_report compile heap kernels lowered output_reuse own_stacks prologue shardings sums widened""",
     "what outlives a process, and may meet another JAX in the next": "plan_cache recipe",
     "what a user sees first": "package readme",
 }
@@ -31,8 +31,8 @@ EVERY_EIGHTH = {
         chunk control differential differential_loops early_updates host_stacks libraries loops
         strip_mine target workloads""",
     "the front door, entered through the API that is tested as a whole": """
-        bad_input calibration checkpoint_nests cli cudnn estimation faults feedback offload_state one_plan report
-        solvers threads wrapping""",
+        bad_input calibration checkpoint_nests cli cudnn estimation faults feedback offload_state one_plan pipeline
+        report solvers threads wrapping""",
 }
 SOME = {
     "test_deviceless": """

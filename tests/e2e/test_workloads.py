@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_lines import in_a_soak
 from jaxtensile.program.trace import jaxpr_flops
 
 workloads = importlib.import_module("benchmarks.workloads")
@@ -61,7 +62,9 @@ def test_published_size_traces_and_returns_the_state_it_took(name):
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "name", [*workloads.NAMES, *(pytest.param(name, marks=in_a_soak) for name in workloads.IN_PAPERS)]
+)
 def test_tiny_arguments_match_the_abstract_ones_and_train(name):
     """Five donated steps on one batch; randomness, where the model has any, is the same in every step."""
     module = workloads.load(name)

@@ -1,6 +1,8 @@
 """`passes.ties`: barriers before what makes something large, so that what frees something large goes first."""
 
 import importlib
+import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -122,7 +124,7 @@ def test_weights_are_transposed_no_sooner_than_a_convolution_reads_them():
 
 @pytest.mark.cuda_aot
 @pytest.mark.xdist_group("deviceless")
-def test_xla_puts_nothing_off_behind_the_gradient_of_the_scores(tmp_path):
+def test_xla_puts_nothing_off_behind_the_gradient_of_the_scores():
     """A Llama whose plan needs 25 MB less with ties: the softmax that the gradient of the values reads."""
     load, machine = (
         importlib.import_module("benchmarks.workloads").workload,
@@ -133,7 +135,7 @@ def test_xla_puts_nothing_off_behind_the_gradient_of_the_scores(tmp_path):
     live, costs = live_ranges(traced.graph), op_costs(traced.graph, profile("nvidia-h200"))
     plan = prepare(Problem(graph=traced.graph, costs=costs, budget=live.device))(live.device - live.temp // 2)
     args = tuple(machine.placed(jax.tree.leaves(w.args), "nvidia-h200"))
-    options = compiler_options("nvidia-h200") | machine.kernel_cache(tmp_path / "kernels")
+    options = compiler_options("nvidia-h200") | machine.kernel_cache(Path(os.environ["XDG_CACHE_HOME"], "kernels"))
 
     def needed(program):
         evaluate = emit(traced, program)
