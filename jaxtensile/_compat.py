@@ -528,6 +528,12 @@ def lower(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return traced.lower()
 
 
+def compiled_elsewhere(lowered: Any) -> str:
+    """The platform of the absent device for which a program was lowered, in JAX's name; empty if the device is here."""
+    backend: Any = getattr(getattr(lowered, "_lowering", None), "compile_args", {}).get("backend")
+    return backend.platform if type(backend).__name__ == "CompileOnlyPyClient" else ""
+
+
 def _without_args_info(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A trace with a flat ``args_info``; None if not needed or without a trace."""
     try:

@@ -93,25 +93,24 @@ def _machine() -> tuple[object, ...]:
     return FORMAT, platform.platform(), platform.python_version(), versions, cpu
 
 
-def quicken(kept: Folder | None, kernels: Path, optimized: bool) -> None:
-    """From now on JAX in this process looks in ``kept`` before it compiles, and XLA in ``kernels`` for GPUs.
-
-    ``optimized``: whether LLVM optimizes what is for this CPU. Buffers are assigned before it does.
-    """
+def quicken(kept: Folder | None, kernels: Path) -> None:
+    """From now on JAX in this process looks in ``kept`` before it compiles, and XLA in ``kernels`` for GPUs."""
     from jax._src import compiler
 
-    options = compiler.get_compile_options
+    from jaxtensile.xla import kernel_cache
+
+    options, own = compiler.get_compile_options, kernel_cache.Files.file
 
     def get_compile_options(*args, backend=None, **kwargs):
         made = options(*args, backend=backend, **kwargs)
         debug = made.executable_build_options.debug_options
         if kept is not None and KERNELS_ARE_USED and "CompileOnly" in type(backend).__name__:
             debug.xla_gpu_kernel_cache_file = str(kernels)
-        if not optimized and getattr(backend, "platform", "") == "cpu":
-            debug.xla_backend_optimization_level = 0
         return made
 
     compiler.get_compile_options = get_compile_options
+    if kept is not None:
+        kernel_cache.Files.file = lambda files: str(kernels) if KERNELS_ARE_USED else own(files)
     if kept is not None:
         _share_programs(kept)
 

@@ -61,8 +61,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if getattr(session.config.option, "dist", "no") != "no":
         return  # in the workers, not in the process that hands them their tests
     kernels = compiled_once.Kernels(COMPILED, Path(os.environ["XDG_CACHE_HOME"], "kernels"))
-    # The oldest line runs what users run, the newest what compiles in half the time.
-    compiled_once.quicken(COMPILED, kernels.file, session.config.getoption("oldest"))
+    compiled_once.quicken(COMPILED, kernels.file)
     session.config.add_cleanup(kernels.keep)
 
 

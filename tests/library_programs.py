@@ -166,7 +166,7 @@ def linen_transformer():
     return fitted(Net(), labels(1, 8 * 24, 50).reshape(8, 24), labels(2, 8), dropout=KEY)
 
 
-@program
+@program(share=0.9)
 def linen_scan_over_rematerialized_layers():
     class Layer(nn.Module):
         @nn.compact
@@ -741,7 +741,7 @@ def optax_accumulated_and_guarded():
     return dense(optax.apply_if_finite(optax.MultiSteps(optax.rmsprop(1e-2, eps=1e-4), 2).gradient_transformation(), 3))
 
 
-@program
+@program(share=0.95)
 def optax_lbfgs():
     params = [(normal(i, 24, 24) / 5, jnp.zeros(24)) for i in range(4)]
     optimizer = optax.lbfgs(memory_size=4, linesearch=optax.scale_by_zoom_linesearch(6))

@@ -23,7 +23,14 @@ from jaxtensile.units import format_bytes
 
 _CORE: Final = ("jaxtensile", "jax", "jaxlib", "numpy", "msgspec", "rich")
 _EXTRAS: Final = {
-    "cuda-aot": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12"),
+    "cuda-aot": (
+        "jax-cuda13-plugin",
+        "jax-cuda13-pjrt",
+        "nvidia-cuda-nvcc",
+        "nvidia-nvvm",
+        "nvidia-nvjitlink",
+        "nvidia-cuda-nvcc-cu12",
+    ),
     "tpu-aot": ("libtpu",),
     "ray": ("ray",),
     "plot": ("matplotlib",),

@@ -311,11 +311,12 @@ class _Optioned:
     """A ``jax.jit`` result that compiles with more options."""
 
     def __init__(self, plain: Any, options: Mapping[str, Any]) -> None:
-        self._plain, self._options = plain, dict(options) or None
+        self._plain, self._options = plain, dict(options)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         lowered = self._plain.lower(*args, **kwargs)
-        return SimpleNamespace(compile=functools.partial(lowered.compile, compiler_options=self._options))
+        compile_with = lambda more: lowered.compile({**self._options, **(more or {})} or None)  # noqa: E731
+        return SimpleNamespace(compile=compile_with, _lowering=lowered._lowering)
 
 
 def _jitted(fun: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:

@@ -1,7 +1,7 @@
 """Lower and compile with XLA, read the allocation back, work around known failures.
 
 Invariant: the measured executable is the one that the jit object runs: options belong to it, never to a separate
-compile.
+compile. But kernels for a device that is not here come from a file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxtensile.errors import TargetError
 from jaxtensile.ir.plan import NOTHING_AGAIN, CompiledTime, MemoryUse, Recomputed
 from jaxtensile.units import Bytes, Seconds
 from jaxtensile.xla.hlo import recomputed
+from jaxtensile.xla.kernel_cache import kernel_cache
 
 Options = Mapping[str, Any]
 """``compiler_options`` of ``jax.jit``."""
@@ -84,11 +85,12 @@ def compile_program(
         try:
             # Only XLA's part runs elsewhere: tracing and lowering read this thread's configuration.
             lowered = _compat.lower(jitted, args, kwargs)
+            kernels = kernel_cache(lowered, attempt)
             if meanwhile is None:
-                executable = lowered.compile()
+                executable = lowered.compile(kernels)
             else:
                 with ThreadPoolExecutor(1) as pool:
-                    compiling = pool.submit(lowered.compile)
+                    compiling = pool.submit(lowered.compile, kernels)
                     now, meanwhile = meanwhile, None
                     now()
                 executable = compiling.result()

@@ -17,8 +17,8 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes, Seconds
 
 _TRIES, _WORTH = 8, 0.005
-"""Ops tried, each of at least this share of the program's charge. A guess. At half and double no plan of the sweep
-changes with the first."""
+"""Ops tried, each of at least this share of the program's charge. A guess. At half and double no plan changes
+with the first."""
 _MEASURED = 4
 """Schedules measured for one op. A guess."""
 

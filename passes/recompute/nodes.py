@@ -20,7 +20,7 @@ from jaxtensile.passes.recompute.stages import Boundary
 
 _SMALL = 2e-4
 """Values below this share of the plain program's temporaries are always kept: a thousand of them are a fifth of it. A
-guess. At half and double no plan of the sweep changes."""
+guess. At half and double no plan changes."""
 
 
 class Nodes:

@@ -15,8 +15,8 @@ from jaxtensile.passes.lifetimes.liveness import Liveness
 from jaxtensile.switches import on
 
 PROMINENCE = 1.3
-"""A cut point counts if the profile rises by this factor before the next one. A guess. At 1.15 no plan of the sweep
-changes; at 1.6 some do, by less than 0.01 %."""
+"""A cut point counts if the profile rises by this factor before the next one. A guess. At 1.15 no plan changes;
+at 1.6 some do, by less than 0.01 %."""
 
 
 NARROW, NEIGHBOURS = 1.25, 2

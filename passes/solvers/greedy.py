@@ -31,8 +31,7 @@ from jaxtensile.units import Bytes, Seconds
 
 _BOUNDARIES, _WORK = 12, 96
 """Limits for one budget: boundaries solved, and ops laid out per op of the program (XLA compiles one meanwhile).
-Without the second, Llama at 18,207 MB spent 115 s. The first is a guess. At half and double no plan of the sweep
-changes."""
+Without the second, Llama at 18,207 MB spent 115 s. The first is a guess. At half and double no plan changes."""
 _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of the bytes that must leave the device for copies; the rest is recomputed. A guess: finer for few copies."""
 _FIRST = (1, 1 / 4, 1 / 16)
@@ -46,11 +45,10 @@ _REPAIRS, _VAIN = 8, 3
 """Trials with segments of one length, and most in a row no smaller than the start. Guesses. At half and double no
 plan of the sweep changes with the first."""
 _STRIDE = 4
-"""Factor on the last cut in bytes where that changed nothing. A guess. At half and double no plan of the sweep
-changes."""
+"""Factor on the last cut in bytes where that changed nothing. A guess. At half and double no plan changes."""
 _PEAK = 1 / 64
-"""Share of the temporaries by which steps at the peak may be below it. A guess. At half and double no plan of the
-sweep changes."""
+"""Share of the temporaries by which steps at the peak may be below it. A guess. At half and double no plan
+changes."""
 _WORTHWHILE = 0.01
 """Share of a step that a cheaper trial over budget must save to be followed too. A guess."""
 _GROWTHS = 4
@@ -59,8 +57,7 @@ at 0.5 of its temporaries does 0.12 % of a step more; at double no plan changes.
 _LEFT = 0.01
 """Share of a trial's temporaries that may stay free. A guess."""
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
-"""Shares of the plain temporaries aimed at when a budget is missed. A guess. At half and double no plan of the sweep
-changes."""
+"""Shares of the plain temporaries aimed at when a budget is missed. A guess. At half and double no plan changes."""
 _HOPELESS = 1.1
 """A budget is not searched if the least without one is over it by this factor: searches for a budget end some 7 % lower
 at best."""

@@ -106,7 +106,7 @@ def test_the_error_of_this_machine_and_the_function(tmp_path, capsys):
     [
         ([], "estimate needs FILE:FUNCTION"),
         (["--explain", "/nowhere/x"], "cannot read /nowhere/x: No such file"),
-        (["--explain", "/nowhere/x", "--exact"], "leave --baseline, --exact"),
+        (["--explain", "/nowhere/x", "--exact"], "leave --baseline, --budget, --exact"),
     ],
 )
 def test_mistakes_are_one_line(arguments, said, capsys):

@@ -72,7 +72,7 @@ def failing(*errors):
         def lower(*args, **kwargs):
             if text is None:
                 return jax.jit(lambda x: x + 1).lower(*args, **kwargs)
-            return SimpleNamespace(compile=lambda: (_ for _ in ()).throw(RuntimeError(text)))
+            return SimpleNamespace(compile=lambda _: (_ for _ in ()).throw(RuntimeError(text)))
 
         return SimpleNamespace(lower=lower)
 
