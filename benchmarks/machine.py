@@ -40,10 +40,7 @@ def placed(args: Any, target: str) -> Any:
 
 
 def kernel_cache(file: Path) -> dict[str, Any]:
-    """Compiler options with which XLA compiles a GPU kernel once for all programs that share ``file``.
+    """Compiler options with which all programs that share ``file`` share their GPU kernels; bytes are the same."""
+    from jaxtensile.xla.kernel_cache import kept_in
 
-    It does so after allocation, so that bytes are the same. Until jax 0.11 kernels are cached only where they are
-    compiled as modules of their own; since then they always are, and XLA refuses the option.
-    """
-    apart = {"xla_gpu_enable_llvm_module_compilation_parallelism": True} if jax.__version_info__ < (0, 11) else {}
-    return {"xla_gpu_kernel_cache_file": str(file), **apart}
+    return kept_in(str(file))

@@ -528,10 +528,15 @@ def lower(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return traced.lower()
 
 
+def only_compiles(client: Any) -> bool:
+    """Whether a client can only be compiled for: its devices are not here."""
+    return "CompileOnly" in type(client).__name__
+
+
 def compiled_elsewhere(lowered: Any) -> str:
     """The platform of the absent device for which a program was lowered, in JAX's name; empty if the device is here."""
     backend: Any = getattr(getattr(lowered, "_lowering", None), "compile_args", {}).get("backend")
-    return backend.platform if type(backend).__name__ == "CompileOnlyPyClient" else ""
+    return backend.platform if only_compiles(backend) else ""
 
 
 def _without_args_info(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

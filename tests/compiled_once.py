@@ -97,6 +97,7 @@ def quicken(kept: Folder | None, kernels: Path) -> None:
     """From now on JAX in this process looks in ``kept`` before it compiles, and XLA in ``kernels`` for GPUs."""
     from jax._src import compiler
 
+    from jaxtensile import _compat
     from jaxtensile.xla import kernel_cache
 
     options, own = compiler.get_compile_options, kernel_cache.Files.file
@@ -104,7 +105,7 @@ def quicken(kept: Folder | None, kernels: Path) -> None:
     def get_compile_options(*args, backend=None, **kwargs):
         made = options(*args, backend=backend, **kwargs)
         debug = made.executable_build_options.debug_options
-        if kept is not None and KERNELS_ARE_USED and "CompileOnly" in type(backend).__name__:
+        if kept is not None and KERNELS_ARE_USED and _compat.only_compiles(backend):
             debug.xla_gpu_kernel_cache_file = str(kernels)
         return made
 

@@ -31,7 +31,7 @@ class Files(threading.local):
     def file(self) -> str | None:
         """The thread's file; None if none can be written."""
         with suppress(OSError):
-            if self.folder is None:
+            if self.folder is None or not Path(self.folder.name).is_dir():  # which others may have cleaned up
                 self.folder = TemporaryDirectory(prefix="jaxtensile-", ignore_cleanup_errors=True)
             path = Path(self.folder.name, "kernels")
             if path.exists() and path.stat().st_size > _LARGEST:
@@ -43,12 +43,17 @@ class Files(threading.local):
 _FILES: Final = Files()
 
 
-def kernel_cache(lowered: Any, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Compiler options that ``options`` lack, for a program lowered for a GPU that is not here; None if there are none.
+def kept_in(file: str) -> dict[str, Any]:
+    """Compiler options with which XLA compiles a GPU kernel once for all programs that share ``file``.
 
     Until jax 0.11 kernels are kept only if they are compiled apart; since then they are, and XLA refuses to be told.
     """
+    return {OPTION: file, **({_APART: True} if _compat.JAX_VERSION < (0, 11) else {})}
+
+
+def kernel_cache(lowered: Any, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Compiler options that ``options`` lack, for a program lowered for an absent GPU; None if there are none."""
     asked = OPTION in options or OPTION in os.environ.get("XLA_FLAGS", "")
     if asked or _compat.compiled_elsewhere(lowered) != CUDA.in_jax or (file := _FILES.file()) is None:
         return None
-    return {OPTION: file, **({_APART: True} if _compat.JAX_VERSION < (0, 11) else {})}
+    return kept_in(file)

@@ -176,7 +176,7 @@ class _PinnedHost(SingleDeviceSharding):
 
 def is_absent(device: Device) -> bool:
     """Whether ``device`` can only be compiled for, not run on."""
-    return "CompileOnly" in type(device.client).__name__
+    return _compat.only_compiles(device.client)
 
 
 def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:

@@ -129,8 +129,7 @@ class Network:
 
 
 class ResidualCut:
-    """The cut problem of one boundary, built once. ``keep(price)`` solves it, ``keeps(prices)`` for many; ``ladders``
-    solves those of one network together.
+    """The cut problem of one boundary, built once. ``keep(price)`` solves it, ``ladders`` many of one network.
 
     ``cuts``: steps across which nothing is recomputed. A value read beyond one (``crossing``) is kept if available at
     all.
@@ -150,10 +149,6 @@ class ResidualCut:
         through = np.array([r not in stuck for r in net.made], bool)
         self._nbytes[net.past :: 2] = np.where(through, 0.0, net.nbytes)
         self._nbytes[net.past + 1 :: 2] = np.where(through, net.nbytes, 0.0)
-
-    def keeps(self, prices: Sequence[float]) -> list[frozenset[int]]:
-        """What to keep at each of ascending prices."""
-        return ladders([(self, prices)])[0]
 
     def keep(self, price: float) -> frozenset[int]:
         """Values to keep when a byte costs ``price`` seconds."""

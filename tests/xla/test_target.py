@@ -1,6 +1,5 @@
 """Every target's own compiler runs here without its hardware, and leaves the process as it was."""
 
-import re
 import subprocess
 import sys
 from functools import partial
@@ -218,13 +217,14 @@ def test_a_missing_plugin_names_the_extra(name, missing, extra, monkeypatch):
 
 @pytest.mark.cuda_aot
 def test_a_compiler_that_refuses_is_a_target_error(monkeypatch):
-    """As on a machine whose ptxas or nvJitLink is too new, or has none: XLA's reason in one sentence."""
+    """As on a machine whose ptxas is too old, or has none: XLA's reason in one sentence."""
+    without = {"xla_gpu_libnvjitlink_mode": "LIB_NV_JIT_LINK_MODE_DISABLED"}  # which refuses it in other words
     compiled_once.set_aside(monkeypatch)
-    monkeypatch.setattr(target, "compiler_options", lambda name: {})
+    monkeypatch.setattr(target, "compiler_options", lambda name: without)
     target._resolve.cache_clear()
     with pytest.raises(jaxtensile.TargetError) as caught:
         resolve("nvidia-v100-16gb")
-    assert re.search("cannot be compiled for: (UNIMPLEMENTED|.*UNSUPPORTED_ARCH)", str(caught.value))
+    assert "cannot be compiled for: UNIMPLEMENTED" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graphs import Builder, graphs, train_steps
 from jaxtensile.passes.recompute.clones import recomputed_ops
-from jaxtensile.passes.recompute.mincut import Network, ResidualCut, price_ladder
+from jaxtensile.passes.recompute.mincut import Network, ResidualCut, ladders, price_ladder
 from jaxtensile.passes.recompute.stages import Boundary, boundary_at
 from oracles import best_kept_set, cost_of
 
@@ -97,7 +97,7 @@ def test_many_prices_keep_what_each_does(graph, seed, count):
         ResidualCut(Network(graph, boundary), seconds, []),
         [float(p) for p in np.geomspace(1e-9, 1e-3, count)],
     )
-    for kept, price in zip(cut.keeps(prices), prices, strict=True):
+    for kept, price in zip(ladders([(cut, prices)])[0], prices, strict=True):
         cost, alone = (
             cost_of(graph, seconds, price, k, recomputed_ops(graph, boundary, k)) for k in (kept, cut.keep(price))
         )
