@@ -23,7 +23,10 @@ EXAMINED: Final = frozenset(
     (
         "shifts",
         "mlp with biases",
+        "conv",
         "conv net",
+        "attention",
+        "transformer",
         "complex",
         "products",
         "svd",

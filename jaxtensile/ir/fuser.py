@@ -13,15 +13,18 @@ class Fuser:
     ``twice``: whether a value with several readers is computed in each kernel if that is cheaper; the CPU's compiler
     does so only for ops that take no time. ``products``: whether products compute their operands; their generator needs
     compute capability 8.0. ``outer``: whether outer products are computed where they are read. ``scatters``: whether
-    scatters compute their operands. ``work``: time of arithmetic relative to memory traffic, in that of an H200.
+    scatters compute their operands. ``exponentials``: whether a softmax in f32 of 16-bit scores and its gradient share
+    stored exponentials; else each is one kernel. ``work``: time of arithmetic relative to memory traffic, in that of an
+    H200.
     """
 
     twice: bool = True
     products: bool = True
     outer: bool = True
     scatters: bool = True
+    exponentials: bool = True
     work: float = 1.0
 
 
 H200: Final = Fuser()
-CPU: Final = Fuser(twice=False, products=False, outer=False, scatters=False)
+CPU: Final = Fuser(twice=False, products=False, outer=False, scatters=False, exponentials=False)

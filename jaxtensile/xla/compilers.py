@@ -18,6 +18,7 @@ from jaxtensile.ir.fuser import H200, Fuser
 from jaxtensile.ir.ir import Graph, Op, ValueId
 from jaxtensile.passes.lifetimes.fusion import fuse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.lowering.convolutions import LAST_BEFORE_8, LAST_FROM_8, LAST_FROM_9
 from jaxtensile.passes.lowering.expanded import expanded
 from jaxtensile.passes.lowering.expanded_draws import expanded_draws
 from jaxtensile.passes.lowering.expanded_pools import expanded_pools
@@ -62,6 +63,11 @@ UNKNOWN: Final = Margin(1.0, 0), Margin(0.5, 8)
 """Margins of a compiler that was not measured: the widest of all."""
 
 
+_CHANNELS_LAST: Final = {_NEW_GPU: LAST_FROM_9, _GPU: LAST_FROM_8, _OLD_GPU: LAST_BEFORE_8}
+_DEAR: Final = 0.85
+"""Time of arithmetic, relative to an H200's, from which exponentials are stored; 0.7 is too little. Between: a guess."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compiler:
     """A target's compiler. ``fuser``: fusion rules. ``wide``: what it computes in f32. ``processors``: of a GPU.
@@ -94,7 +100,7 @@ class Compiler:
         if self.wide is not None:
             found = _then(found, widened(found.graph, self.wide))
         if self.fuser != FUSES_CPU:
-            return _then(found, lowered(found.graph))
+            return _then(found, lowered(found.graph, _CHANNELS_LAST.get(self.kind)))
         found = _then(found, expanded_pools(found.graph))
         return _then(found, expanded_draws(found.graph))
 
@@ -144,7 +150,8 @@ def compiler_of(device: DeviceProfile) -> Compiler:
         return Compiler(FUSES_CPU, ON_CPU, 0, kind)
     if device.name not in FACTS:
         return Compiler(kind=kind, weights=HOPPER if kind == _NEW_GPU else None)
-    fuser = Fuser(products=kind != _OLD_GPU, work=_work(device) / _work(profile("nvidia-h200")))
+    work = _work(device) / _work(profile("nvidia-h200"))
+    fuser = Fuser(products=kind != _OLD_GPU, exponentials=kind == _NEW_GPU and work >= _DEAR, work=work)
     return Compiler(fuser, _WIDE.get(kind), FACTS[device.name].multiprocessors, kind, _weights(device, kind))
 
 

@@ -227,7 +227,7 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
                 stored = stored or (slow[r0] and not alone[i])
                 stored = stored or (
                     name == "exp"
-                    and _is_widened_exponential(graph, op, sources, read_by)
+                    and _is_widened_exponential(graph, op, sources, read_by, by)
                     and on("widened_exponentials")
                 )
                 times = sum([ops[o].rereads for o in others]) if users > 1 else users
@@ -277,17 +277,20 @@ def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: 
                     must_exist[v] = must_exist[v] or on("erf_arguments")
 
 
-def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]]) -> bool:
+def _is_widened_exponential(
+    graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]], by: Fuser
+) -> bool:
     """Whether ``op`` makes exponentials that XLA stores instead of the scores: of an f32 softmax of 16-bit scores.
 
-    Only in small arrays, if a quotient reads them. In rows of one kernel also for ``log_softmax``, which takes the
-    logarithm of their sum off all of a row: a cross entropy takes 10 bytes a logit then, 6 by ``logsumexp`` (H200, jax
-    0.10.2 and 0.12).
+    Only in small arrays, if they are divided and a gradient reads them too (``Fuser.exponentials``): a softmax alone is
+    one kernel. In rows of one kernel also for ``log_softmax``, which takes the logarithm of their sum off all of a row:
+    a cross entropy takes 10 bytes a logit then, 6 by ``logsumexp`` (H200, jax 0.10.2 and 0.12).
     """
     result = graph.values[op.results[0]]
     count = math.prod(result.shape)
     readers = [graph.ops[o] for o in read_by[result.id]]
-    divided = any(reader.primitive == "div" for reader in readers)
+    quotients = [reader.results[0] for reader in readers if reader.primitive == "div"]
+    divided = bool(quotients) and (len(readers) > 2 or any(len(read_by[v]) > 1 for v in quotients))
     sums = [reader.results[0] for reader in readers if reader.primitive == "reduce_sum"]
     logs = [op.results[0] for op in _behind_views(graph, sums, read_by) if op.primitive == "log"]
     off = [op.results[0] for op in _behind_views(graph, logs, read_by) if op.primitive == "sub"]
@@ -295,7 +298,7 @@ def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read
     return (
         result.dtype == "float32"
         and count <= SMALL
-        and (divided or (logged and result.shape[-1:] <= (ROW,)))
+        and ((divided and by.exponentials) or (logged and result.shape[-1:] <= (ROW,)))
         and len(read_by[result.id]) > 1
         and any(graph.values[s].dtype in HALVES and math.prod(graph.values[s].shape) == count for s in sources)
     )

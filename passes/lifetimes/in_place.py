@@ -64,8 +64,8 @@ def share(
     For in-place updates, loop carries, and elementwise kernels whose result is as large as a dying operand. Extends the
     first owner's lifetime. Exceptions:
 
-    * XLA:GPU writes no elementwise kernel over operands from behind a barrier, nor over complex numbers, whose parts it
-      reads by themselves.
+    * XLA:GPU writes no elementwise kernel over part of a tuple (``is_in_a_tuple``), nor over complex numbers, whose
+      parts it reads by themselves.
     * Kernels that add a product begin earlier.
     * Nothing takes over the memory of outputs (``final``), and they that of nothing: theirs is there from the start.
       What dies as an output is written may lie in it (``onto``).
@@ -75,17 +75,19 @@ def share(
     owner = list(range(len(values)))
     last = list(stop)
     onto: dict[int, int] = {}
-    behind: set[int] = set()
+    in_tuples: set[int] = set()
     made: list[int] = []
     rows, gpu = _rows_apart(graph, kernels, final), kernels.by.twice
     later = final.difference(home[v] for v in graph.outputs)
     for op in graph.ops:
         i = op.id
         if op.primitive == "optimization_barrier":
-            behind.update(home[v] for v in op.operands if on("barriers_apart"))
+            in_tuples.update(home[v] for v in op.operands if on("barriers_apart"))
             continue
         if not kernels.is_root[i]:
             continue
+        if is_in_a_tuple(op, kernels) and on("tuples_apart"):
+            in_tuples.update(op.results)
         if op.primitive in WRITING_OVER:
             pool = written_over(home, op) if on("updates_in_place") else []
         elif op.bodies:
@@ -93,7 +95,7 @@ def share(
         elif is_fusible(op.primitive) and on("elementwise_in_place"):
             what = kernels.added.get(op.results[0])
             if what is None:
-                pool = [b for b in kernels.reads[i] if b not in behind]
+                pool = [b for b in kernels.reads[i] if b not in in_tuples]
                 if i in rows and on("rows_apart"):
                     pool = [b for b in pool if b not in rows[i]]
                 if gpu and values[op.results[0]].dtype in COMPLEX and on("complex_apart"):
@@ -126,6 +128,17 @@ def share(
         if owner[v] == v:
             stop[v] = last[v]
     return owner, onto
+
+
+def is_in_a_tuple(op: Op, kernels: Kernels) -> bool:
+    """Whether ``op``'s result is part of a tuple, with the workspace of a call of cuDNN or cuBLAS.
+
+    A kernel writes only over what another instruction made as a whole (``IsUserOf`` in
+    ``xla/service/heap_simulator/heap_simulator.cc``). What loops, branches and sorts of several arrays make is written
+    over (H200).
+    """
+    called = op.primitive == "conv_general_dilated" or (op.primitive == PRODUCT and not kernels.by.products)
+    return kernels.by.twice and called
 
 
 def _rows_apart(graph: Graph, kernels: Kernels, final: set[int]) -> dict[int, set[int]]:

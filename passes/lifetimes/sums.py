@@ -22,9 +22,8 @@ COLUMNS = 3072
 """Columns up to which a sum in one go leaves the device too idle to compute a step that others need too: batch norm:
 2048 are too few, 4096 are enough."""
 MORE = 4608
-"""Columns more for each further step: of sums over each image and channel, 16,384 columns are too few for ``relu`` of
-centred, scaled and shifted values, and enough if only scaled and shifted; 16,384 are too few for ``silu``, 32,768
-enough."""
+"""Columns more for each further step: of sums over each image and channel, 16,384 are too few for ``relu`` of centred,
+scaled and shifted values and for ``silu``."""
 _LONG = frozenset(
     """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 lgamma log log1p
     logistic pow rem rsqrt sin sinh sqrt tan tanh""".split()

@@ -8,6 +8,7 @@
 * The gradient of a max pool becomes a pool that also gives the places of the maxima, an s32 per axis, and a scatter
   into zeros. XLA merges equal constants, so a ``relu`` of the same shape compares with these zeros. They live from its
   first kernel on, and are copied if another gradient still wants them.
+* cuDNN takes operands in an order of its own, and adds and compares as it convolves (``convolutions``).
 * An array added to a scatter into zeros replaces the zeros: for a table read by rows and as a matrix.
 
 Measured on compiled networks for an H200 (``docs/xla.md``); planned programs avoid the second by a barrier.
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId, consumers, producers
 from jaxtensile.passes.lifetimes.fusion import STORED
+from jaxtensile.passes.lowering.convolutions import CONVOLUTION, LAST_FROM_9, Convolutions
 from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
@@ -40,12 +42,12 @@ class Lowered:
     origin: tuple[int, ...]
 
 
-def lowered(graph: Graph) -> Lowered:
-    """The graph with XLA's additions; the same graph if there are none."""
+def lowered(graph: Graph, channels_last: frozenset[str] | None = LAST_FROM_9) -> Lowered:
+    """The graph with XLA's additions; the same graph if there are none. ``channels_last``: see ``Convolutions``."""
     onto = _added_to_sums(graph)
-    if not onto and not any(op.padded for op in graph.ops):
+    if not onto and not any(op.padded or op.primitive == CONVOLUTION for op in graph.ops):
         return Lowered(graph, tuple(range(len(graph.ops))))
-    return _Lowering(graph, onto).run()
+    return _Lowering(graph, onto, channels_last).run()
 
 
 def _added_to_sums(graph: Graph) -> dict[int, int]:
@@ -110,19 +112,24 @@ class Rewriting:
         self.origin.append(op.id)
 
     def done(self) -> Lowered:
-        """The new graph."""
+        """The new graph, or the old one if nothing is new."""
+        if tuple(self.ops) == self.old.ops:
+            return Lowered(self.old, tuple(self.origin))
         return Lowered(replace(self.old, values=tuple(self.values), ops=tuple(self.ops)), tuple(self.origin))
 
 
 class _Lowering(Rewriting):
     """Scratch of one ``lowered``."""
 
-    def __init__(self, graph: Graph, onto: dict[int, int]) -> None:
+    def __init__(self, graph: Graph, onto: dict[int, int], channels_last: frozenset[str] | None) -> None:
         super().__init__(graph)
         self.onto = onto
         """Of sums, what scatters its share into the rest."""
         self.made = producers(graph)
         self.read_by = consumers(graph)
+        self.convolutions = Convolutions(graph, self.made, self.read_by, channels_last)
+        self.copies: dict[int, int] = {}
+        """Of inputs that convolutions read in another order."""
         self.pads: dict[tuple[int, Bytes], int] = {}
         self.zeros: dict[tuple[tuple[int, ...], str], int] = {}
         """By type: the zeros that pool gradients of that type add to."""
@@ -139,16 +146,22 @@ class _Lowering(Rewriting):
 
     def run(self) -> Lowered:
         scatters = set(self.onto.values())
+        ends = self.convolutions.ends
         for op in self.old.ops:
             if op.id in scatters:
                 continue
+            if op.id in ends:
+                self.add(replace(op, primitive="reshape"), (ends[op.id],))
+                continue
+            if op.primitive == CONVOLUTION and not op.turned:
+                op = replace(op, operands=self.in_order(op))
             if op.id in self.onto:
                 scatter = self.old.ops[self.onto[op.id]]
                 (rest,) = (v for v in op.operands if v not in scatter.results)
                 self.add(replace(op, primitive=scatter.primitive), (rest, *scatter.operands[1:]))
             elif op.id in self.pools:
                 self.pool_gradient(op)
-            elif op.turned and op.primitive == "conv_general_dilated" and on("turned_filters"):
+            elif op.turned and op.primitive == CONVOLUTION and on("turned_filters"):
                 sizes = [op.padded, *(self.old.values[v].nbytes for v in op.operands[1:])]
                 self.add(op, tuple(self.transposed(op, v, n) for v, n in zip(op.operands, sizes, strict=True)))
             elif self.is_padded(op):
@@ -166,7 +179,9 @@ class _Lowering(Rewriting):
 
     def is_padded(self, op: Op) -> bool:
         """Whether a padded copy is written for convolution ``op``."""
-        padded = op.primitive == "conv_general_dilated" and op.padded > 0 and not op.turned and not self.is_gradient(op)
+        padded = (
+            op.primitive == CONVOLUTION and op.padded > 0 and not op.turned and not self.convolutions.is_gradient(op)
+        )
         return padded and on("padded_convolutions")
 
     def is_folded(self, op: Op) -> bool:
@@ -176,14 +191,15 @@ class _Lowering(Rewriting):
             return False
         readers = [self.old.ops[o] for o in self.read_by[op.results[0]]]
         return all(
-            r.primitive == "conv_general_dilated" and not r.padded and op.results[0] not in r.operands[1:]
-            for r in readers
+            r.primitive == CONVOLUTION and not r.padded and op.results[0] not in r.operands[1:] for r in readers
         ) and on("folded_pads")
 
-    def is_gradient(self, op: Op) -> bool:
-        """Whether the filter is reversed: cuDNN has a kernel that dilates such by itself."""
-        made = self.made[op.operands[1]] if len(op.operands) > 1 else -1
-        return made >= 0 and self.old.ops[made].primitive == "rev"
+    def in_order(self, op: Op) -> tuple[ValueId, ...]:
+        """The operands of a convolution in cuDNN's order, with those that are not made in it copied."""
+        for v in self.convolutions.out_of_order(op):
+            if v not in self.copies:
+                self.copies[v] = self.transposed(op, v, self.old.values[v].nbytes)
+        return tuple(ValueId(self.copies.get(v, v)) for v in self.convolutions.operands(op))
 
     def compares_with_zeros(self, op: Op) -> bool:
         """Whether ``op`` is a ``relu`` of a type whose zeros must exist, or its gradient once they do."""
@@ -230,7 +246,7 @@ class _Lowering(Rewriting):
 
     def pad(self, op: Op) -> int:
         key = (op.operands[0], op.padded)
-        known = self.old.values[op.operands[0]]
+        known = self.values[op.operands[0]]
         # What is dilated is about twice as large or more, and is padded otherwise by each convolution.
         if key not in self.pads or op.padded >= _DILATED * known.nbytes:
             self.pads[key] = self.value(op.padded, (op.padded,), known.dtype)

@@ -36,16 +36,16 @@ EXACT: Final = 24
 """Most jobs sharing one kind of bytes that get an optimum; more get an answer proved within ``WITHIN``, in
 milliseconds. A guess."""
 TEMPS, TURNS = 12, 1_200
-"""With gated rooms: most sizes of the largest temp to divide for, and claims in all of these. The largest come first,
-until no smaller one can be better, mostly at once. Guesses that bound the time."""
+"""With gated rooms: most sizes of the largest temp to divide for, largest first, and claims in all of these. Guesses
+that bound the time."""
 WITHIN: Final = 5e-4
 """Relative gap of an answer for more jobs than ``EXACT``: far below what a step's time varies by. A guess."""
 KEPT: Final = 1 << 11
 """Claims with cached classes, as a coordinator's claims mostly repeat: twice the 1,000 jobs of
 ``benchmarks/coordinator``. Bounds memory."""
 PRICES: Final = (1.0, 0.5, 2.0)
-"""Prices of a kind of seconds that are tried, as factors of what it costs the jobs at the division before. A guess: for
-three jobs of four rungs they find the best of all divisions (``tests/runtime/decide/test_links.py``)."""
+"""Prices of a kind of seconds that are tried, as factors of what it cost before. A guess: for three jobs of four rungs
+they find the best of all divisions (``tests/runtime/decide/test_links.py``)."""
 PRICED: Final = 3
 """Rounds of prices at most: each takes as many knapsacks as there are prices. A guess."""
 PRICED_JOBS: Final = 32

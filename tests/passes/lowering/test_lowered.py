@@ -38,7 +38,7 @@ def count(g, primitive):
 
 
 def test_programs_without_such_ops_stay_as_they_are():
-    g = graph(lambda x, w: conv(x, w).sum(), IMAGES, FILTER)
+    g = graph(lambda x, w: conv(jnp.tanh(x), jnp.tanh(w)).sum(), IMAGES, FILTER)
     assert lowered(g).graph is g
 
 
@@ -51,7 +51,7 @@ def test_the_convolutions_of_one_gradient_share_a_padded_copy():
     assert copy.nbytes == 8 * 57 * 57 * 64 * 4, "one row and one column more: stride 2 pads (0, 1)"
     assert sum(copy.id in op.operands for op in low.graph.ops) == 2
     assert [g.ops[i].primitive for i in low.origin] == [
-        "conv_general_dilated" if op.primitive == "pad" else op.primitive for op in low.graph.ops
+        "conv_general_dilated" if op.primitive in ("pad", "transpose") else op.primitive for op in low.graph.ops
     ]
 
 
@@ -60,7 +60,7 @@ def test_the_gradient_of_a_strided_filter_of_one_pads_nothing():
     one = jax.ShapeDtypeStruct((1, 1, 64, 64), jnp.float32)
     g = graph(jax.grad(lambda w, x: conv(jnp.tanh(x), w, 2).sum()), one, IMAGES)
     assert not any(op.padded for op in g.ops if op.primitive == "conv_general_dilated")
-    assert lowered(g).graph is g
+    assert not count(lowered(g).graph, "pad")
 
 
 def test_a_transposed_convolution_writes_its_dilated_input_a_gradient_does_not():
@@ -97,7 +97,7 @@ def test_what_makes_nothing_stays():
 
     g = graph(loss, FILTER, IMAGES)
     assert any(not op.results for op in g.ops)
-    assert len(lowered(g).graph.ops) == len(g.ops) + 1, "the padded copy"
+    assert len(lowered(g).graph.ops) == len(g.ops) + 2, "the padded copy and the transposed filter"
 
 
 @pytest.mark.parametrize("size, dilated", [(4, 56), (3, 111)], ids=["alike on both sides", "otherwise"])
