@@ -9,6 +9,8 @@ measured number flows back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from jaxtensile import _compat
@@ -21,11 +23,12 @@ from jaxtensile.planner.by_rules import fitted
 from jaxtensile.planner.page import Page, opened, undone_of
 from jaxtensile.planner.plan_cache import Entry, Plans
 from jaxtensile.planner.recall import replayed
-from jaxtensile.program.trace import traced_within
+from jaxtensile.program.trace import traced_within, with_rules_of
 from jaxtensile.program.upperbound import all_values
 from jaxtensile.rewrites.rows.batched import batched
 from jaxtensile.search.request import Fitted, Request
 from jaxtensile.units import Bytes
+from jaxtensile.xla.compilers import compiler_of
 
 
 @seldom()
@@ -47,7 +50,7 @@ def fit(
     A part that fails by a fault of ours is left out. If all fails, the result is the program as written, or
     ``PlanningError``.
     """
-    with request.faults.telling(request.name, _compat.function_source(request.jaxpr)), traced_within(request.within):
+    with request.faults.telling(request.name, _compat.function_source(request.jaxpr)), _as_compiled(request):
         return request.faults.without(
             lambda: _fit(request, prepare, watch, baseline, plans, aim), lambda error: without_plan(request, error)
         )
@@ -71,6 +74,13 @@ def _fit(
         batched.cache_clear()  # equations, whose constants may be arrays on a device
 
 
+@contextmanager
+def _as_compiled(request: Request) -> Iterator[None]:
+    """In here programs are traced as for the request's device."""
+    with traced_within(request.within), with_rules_of(compiler_of(request.device).planned):
+        yield
+
+
 def _fits_as_it_is(page: Page) -> bool:
     """Whether a program that XLA divides among devices fits, and has no checkpoints to undo: then nobody needs to know
     its sizes on one device. ``page``: without them."""
@@ -87,7 +97,7 @@ def follow(request: Request, entry: Entry | None, watch: Watch = nothing, *, bas
     ``entry``: its plan; None: the user's function as it is. Nothing is decided here. Raises ``Unlike`` or
     ``VerifyError`` if the plan does not match this request, ``BudgetError`` if it is larger here.
     """
-    with traced_within(request.within):
+    with _as_compiled(request):
         return _follow(request, entry, watch, baseline)
 
 

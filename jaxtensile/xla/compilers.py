@@ -65,7 +65,7 @@ UNKNOWN: Final = Margin(1.0, 0), Margin(0.5, 8)
 
 _CHANNELS_LAST: Final = {_NEW_GPU: LAST_FROM_9, _GPU: LAST_FROM_8, _OLD_GPU: LAST_BEFORE_8}
 _DEAR: Final = 0.85
-"""Time of arithmetic, relative to an H200's, from which exponentials are stored; 0.7 is too little. Between: a guess."""
+"""Arithmetic's time, relative to an H200's, from which exponentials are stored; 0.7 is too little. Between: a guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,12 @@ class Compiler:
     def high(self) -> Margin:
         """How far XLA's figure may be above the static one."""
         return MARGINS.get(self.kind, UNKNOWN)[1]
+
+    @property
+    def planned(self) -> Fuser:
+        """The rules by which programs are planned: an H200's, the best known in programs that are planned, but for what
+        a GPU stores of a softmax. A CPU's own come before (``planner/by_rules``)."""
+        return replace(H200, exponentials=self.fuser.exponentials) if self.fuser.twice else H200
 
     @property
     def spreads(self) -> bool:

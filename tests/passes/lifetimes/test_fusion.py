@@ -8,13 +8,16 @@ import pytest
 from hypothesis import given, settings
 from jax import lax
 
+import jaxtensile
 from graphs import Builder, graphs
+from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.ir import consumers, producers
 from jaxtensile.passes.lifetimes import fusion
 from jaxtensile.passes.lifetimes.fusion import VIEWS, fuse, is_fusible
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.lifetimes.prologue import PRODUCT, prologues
 from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.xla.compilers import compiler_of
 
 N = 1000
 
@@ -303,3 +306,37 @@ def test_what_reads_one_array_is_computed_in_overlapping_windows():
         relu = b.op("max", x, *beside)
         pools = [b.op("reduce_window_max", relu, shape=(8, 16, 16, 64), rereads=2.25) for _ in range(2)]
         assert (fuse(b.graph(*pools), written=True).home[relu] == relu) is stored
+
+
+SCORES = [jax.ShapeDtypeStruct((8, 512, 8, 64), jnp.bfloat16)] * 3
+
+
+def attend(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores.astype(jnp.float32)).astype(q.dtype), v)
+
+
+def backwards(*args):
+    return jax.grad(lambda *a: attend(*a).astype(jnp.float32).sum(), (0, 1, 2))(*args)
+
+
+def stores_exponentials(f, target):
+    graph = trace_jaxpr(jax.make_jaxpr(f)(*SCORES)).graph
+    kernels = fuse(graph, by=compiler_of(profile(target)).planned)
+    stored = {kernels.home[op.results[0]] == op.results[0] for op in graph.ops if op.primitive == "exp"}
+    assert len(stored) == 1
+    return stored.pop()
+
+
+@pytest.mark.parametrize("target", ["nvidia-h200", "nvidia-b200", "nvidia-h100-80gb", "nvidia-a100-40gb", "nvidia-l4"])
+def test_exponentials_of_a_wide_softmax_are_stored_for_gradients_of_some_gpus(target):
+    assert not stores_exponentials(attend, target), "one kernel"
+    assert stores_exponentials(backwards, target) == (target in ("nvidia-h200", "nvidia-b200"))
+
+
+@pytest.mark.cuda_aot
+def test_a_softmax_and_its_gradient_are_one_kernel_each_on_an_a100():
+    said, true = (
+        jaxtensile.estimate(backwards, *SCORES, target="nvidia-a100-40gb", exact=exact) for exact in (False, True)
+    )
+    assert said.device == pytest.approx(true.device, rel=0.01)
