@@ -37,6 +37,8 @@ _FACTORS: Final[dict[str, int]] = {
     "tib": TIB,
 }
 """Bytes of a unit of size, by its lower-case name: powers of 1000 (SI), with an ``i`` of 1024 (IEC 80000-13)."""
+MOST: Final = 1 << 60
+"""Of any size, in bytes: 1 EiB."""
 _SECONDS: Final[dict[str, float]] = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 """Seconds of a unit of time, by its name; seconds without a name."""
 _SIZE: Final = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*|%)\s*")
@@ -52,7 +54,7 @@ def parse_bytes(text: int | float | str, *, capacity: Bytes | None = None) -> By
     if isinstance(text, (int, float)):
         if not math.isfinite(text) or text < 0:
             raise ValueError(f"a size must be a finite, non-negative number of bytes, not {text!r}")
-        return int(text)
+        return _bounded(int(text))
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"cannot read {text!r} as a size: write bytes (12884901888), '12GiB', '12GB' or '80%'")
@@ -68,7 +70,13 @@ def parse_bytes(text: int | float | str, *, capacity: Bytes | None = None) -> By
     factor = _FACTORS.get(unit.lower())
     if factor is None:
         raise ValueError(f"unknown unit {unit!r} in {text!r}: use B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or %")
-    return int(number * factor)
+    return _bounded(int(number * factor))
+
+
+def _bounded(size: Bytes) -> Bytes:
+    if size > MOST:
+        raise ValueError(f"{size:.3g} bytes are more than any machine has: write at most {MOST}, 1 EiB")
+    return size
 
 
 def parse_seconds(text: int | float | str) -> Seconds:

@@ -147,8 +147,9 @@ def jit(
         raise OptionError(f"objective={objective!r} is not known: give one of {', '.join(map(repr, WEIGHTS))}")
     if not isinstance(chunk, Unsaid) and chunk not in (True, False, AUTO):
         raise OptionError(f"chunk={chunk!r} is not known: give True, False or {AUTO!r}")
-    if target is not None and not isinstance(target, str):
-        raise TargetError(f"target={target!r} is no name: give one of jaxtensile.targets(), or None to run here")
+    for name, value in (("undo", undo), ("offload_state", offload_state)):
+        if not isinstance(value, Unsaid) and value not in (True, False):
+            raise OptionError(f"{name}={value!r} is not known: give True or False")
     placed = [name for name in ("in_shardings", "out_shardings") if name in jax_jit_options]
     if placed and offload_state:
         raise OptionError(

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from jaxtensile.api.jit import Planned
 
 _LIKELY: Final = 8
-"""Times the room: of a program whose values are more, all together, the plain one is not compiled just to see whether
-it fits. A training step keeps about a quarter of its values at once. A guess."""
+"""Times the room: a program whose values are more, all together, is not compiled just to see whether it fits. A step
+keeps about a quarter of its values at once. A guess."""
 _STEPS: Final = 128
 """Parts of a budget by which what lives beside a call is rounded up, so that plans of earlier runs are found: less than
 1 % of the budget is lost. A guess."""

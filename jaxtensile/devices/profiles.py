@@ -334,6 +334,8 @@ def targets() -> tuple[str, ...]:
 def kind_and_shape(target: str) -> tuple[str, tuple[int, ...]]:
     """A target's name, and how many devices there are in each direction: ``nvidia-h200:8x8`` is 8 hosts with 8 GPUs
     each, ``tpu-v5e:4x4`` a grid of chips; empty for a name alone. Raises ``TargetError``."""
+    if not isinstance(target, str):
+        raise TargetError(f"target={target!r} is no name: give one of jaxtensile.targets(), or None to run here")
     name, colon, shape = target.partition(":")
     if not colon:
         return name, ()

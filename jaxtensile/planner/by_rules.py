@@ -16,9 +16,10 @@ from jaxtensile.ir.fuser import H200, Fuser
 from jaxtensile.ir.ir import fused_by
 from jaxtensile.ir.plan import Prepare
 from jaxtensile.planner.as_written import as_written, planned_as_written
+from jaxtensile.planner.build_report import cannot
 from jaxtensile.planner.page import CACHE, Page, opened
 from jaxtensile.planner.plan_cache import Plans, key_of
-from jaxtensile.planner.recall import recalled, remembered
+from jaxtensile.planner.recall import recalled, remember, remembered
 from jaxtensile.planner.without_checkpoints import without_checkpoints
 from jaxtensile.program.trace import with_rules_of
 from jaxtensile.search.made import Made
@@ -65,12 +66,18 @@ def fitted(
             or as_written(page)
         )
 
-    if own is None or first is None:
-        return by_the_others()
     try:
-        best = _quicker(first, by_the_others())
-    except BudgetError:
-        best = first
+        others = by_the_others()
+    except BudgetError as error:
+        if first is None:
+            named = _named_by(own, rules, error.needs) if own is not None and rules is not None else None
+            if named is None:
+                raise
+            raise named from None
+        others = first
+    if own is None or first is None:
+        return others
+    best = _quicker(first, others)
     if best is first and own.made is not None:
         own.keep(own.made, request.budget)  # later processes find it before the other
     return best
@@ -117,6 +124,19 @@ def _at_hand(page: Page) -> bool:
     if page.may_fit(program):
         return True
     return page.rounds.at_hand(page.candidates(start, [page.written()] if page.without else []), page.request.budget)
+
+
+def _named_by(own: Page, rules: Fuser, needs: Bytes | None) -> BudgetError | None:
+    """The error that names the smallest program found by a target's own rules, if it ``needs`` fewer bytes than what
+    the others found; it is found again."""
+    nearest = own.compiles.nearest()
+    if nearest is None or needs is None or nearest.compiled.device >= needs:
+        return None
+    with with_rules_of(rules), own.clock("solve"):
+        remember(own.request, own.program.traced.graph, nearest.compiled.device, own.entry(nearest))
+        own.keep(nearest, nearest.compiled.device)
+        start = own.lightest()[0]
+        return cannot(own.request, own.candidates(start), own.bound(), nearest, own.scale)
 
 
 def _quicker(first: Fitted, second: Fitted) -> Fitted:

@@ -16,7 +16,7 @@ from jaxtensile.units import Bytes, Seconds
 
 UPDATE = 0.5
 """An argument is needed late if its dependents take at most this share of the step's charge. A guess: an update is
-little of a step, and what reads its parameters is most of it."""
+little of a step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ UNREADABLE = [
     "0x10",
     "１２"[:0] + "12G B",
 ]
-NO_SIZE = [-5, -1.5, "-1GiB", "-3%", float("nan"), float("inf"), "120%", "100.1%"]
+NO_SIZE = [-5, -1.5, "-1GiB", "-3%", float("nan"), float("inf"), "120%", "100.1%", 10**30, "1e20GiB", (1 << 60) + 1]
 NO_BYTES = [0, 0.5, "0", "0%", "0GiB", "0.1B", -0.0]
 NO_NUMBER = [True, False, [1], {}, (), b"1GiB", object(), Decimal(5), np.float32(3), np.ones(2), 1j]
 
@@ -192,6 +192,8 @@ def test_an_unknown_target_names_its_neighbours(name, nearest):
 def test_a_target_is_a_name(name):
     with pytest.raises(jaxtensile.TargetError, match="is no name"):
         jaxtensile.jit(product, target=name)
+    with pytest.raises(jaxtensile.TargetError, match="is no name"):
+        jaxtensile.estimate(product, np.ones((2, 2)), target=name)
 
 
 @pytest.fixture
@@ -263,6 +265,8 @@ def test_a_program_without_arrays_has_no_target(fun, args):
         ({"host_budget": "much"}, jaxtensile.BudgetError),
         ({"host_budget": -1}, jaxtensile.BudgetError),
         ({"job": "bert"}, TypeError),
+        ({"undo": "no"}, jaxtensile.JaxtensileError),
+        ({"offload_state": "no"}, jaxtensile.JaxtensileError),
         ({"config": 5}, jaxtensile.ConfigError),
         ({"config": {"functions": {"step": {"bugdet": 1}}}}, jaxtensile.ConfigError),
     ],

@@ -122,3 +122,36 @@ def test_a_plan_that_was_kept_is_found_by_whichever_rules_made_it(args, budget, 
     again = planned(args, budget)
     assert again.compiled == first.compiled and again.rounds == 1
     assert any("earlier process" in note for note in again.notes)
+
+
+def crossed(a, b, w):
+    """Two loops over donated stacks, the second over what the first made of one."""
+
+    def body(h, slices):
+        x, y = slices
+        h = jnp.tanh(h @ w + x)
+        return h, (y + h, x * h)
+
+    h, (c, d) = jax.lax.scan(body, jnp.ones((128, 128)), (a, b))
+    h, (e, f) = jax.lax.scan(body, h, (b, c), reverse=True)
+    return c, d, h, e + f
+
+
+def test_an_error_names_what_was_found_by_either_rules():
+    """The others find none, and less than nothing is not the smallest."""
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((12, 128, 128), (12, 128, 128), (128, 128))]
+    use = jax.jit(crossed, donate_argnums=(0, 1)).lower(*args).compile().memory_analysis()
+    fixed = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
+
+    def plan(budget):
+        return jaxtensile.jit(crossed, budget=budget, donate_argnums=(0, 1)).plan(*args)
+
+    larger = plan(fixed + 6 * use.temp_size_in_bytes // 10)
+    recall.forget()
+    with pytest.raises(jaxtensile.BudgetError) as refused:
+        plan(fixed + use.temp_size_in_bytes // 2)
+    assert refused.value.needs <= larger.compiled.device < larger.baseline.device
+    for forget in (False, True):
+        if forget:
+            recall.forget()
+        assert plan(refused.value.needs).compiled.device <= refused.value.needs
