@@ -85,7 +85,6 @@ TESTS: Final = {
     "jaxtensile/xla/compilers": ["compile"],
     "passes/lifetimes/in_place": ["in_place", "loop_bodies", "donated"],
     "passes/pack/buffers": ["pack"],
-    "passes/verify/groups_check": ["segments"],
     "runtime/config/tables": ["runtime_config"],
     "runtime/config/finding": ["runtime_config"],
     "runtime/coordinate/chronicle": ["coordinator"],

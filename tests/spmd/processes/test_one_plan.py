@@ -12,6 +12,7 @@ pytestmark = pytest.mark.xdist_group("processes")  # they take all cores that th
 
 TWO = """
 import json, sys
+from dataclasses import replace
 import jax, jax.numpy as jnp, numpy as np, jaxtensile
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtensile.spmd.processes import keystore
@@ -42,6 +43,18 @@ if me == 1:
     jax.clear_caches()
     ours.plan(*args())
 told["again"] = float(ours(*args()).sum())
+
+# If what was agreed on has become another program, nothing runs.
+((key, agreed),) = ours._agreed.items()
+ours._agreed[key] = replace(agreed, digest="0" * len(agreed.digest))
+if me == 1:
+    jax.clear_caches()
+    ours._entries.clear()
+    try:
+        ours(*args())
+    except jaxtensile.AgreementError as e:
+        told["another"] = str(e)
+ours._agreed[key] = agreed
 
 # Devices of one process are its own affair.
 mine = Mesh(np.array(jax.local_devices()), ("x",))
@@ -107,6 +120,11 @@ def test_one_plan_and_nothing_is_left_in_the_store(told):
 
 def test_what_was_agreed_on_is_not_asked_again(told):
     assert told[0]["again"] == told[1]["again"] == told[0]["sum"]
+
+
+def test_a_program_that_has_become_another_does_not_run(told):
+    assert "has become another program than the one that was agreed on" in told[1]["another"]
+    assert "clear_cache()" in told[1]["another"]
 
 
 def test_devices_of_one_process_need_no_agreement(told):
