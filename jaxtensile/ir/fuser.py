@@ -14,7 +14,8 @@ class Fuser:
     does so only for ops that take no time. ``products``: whether products compute their operands; their generator needs
     compute capability 8.0. ``outer``: whether outer products are computed where they are read. ``scatters``: whether
     scatters compute their operands. ``exponentials``: whether a softmax in f32 of 16-bit scores and its gradient share
-    stored exponentials; else each is one kernel. ``work``: time of arithmetic relative to memory traffic, in that of an
+    stored exponentials; else each is one kernel. ``calls``: whether convolutions, and products that are not generated,
+    are calls of a library, which return a tuple. ``work``: time of arithmetic relative to memory traffic, in that of an
     H200.
     """
 
@@ -23,8 +24,9 @@ class Fuser:
     outer: bool = True
     scatters: bool = True
     exponentials: bool = True
+    calls: bool = True
     work: float = 1.0
 
 
 H200: Final = Fuser()
-CPU: Final = Fuser(twice=False, products=False, outer=False, scatters=False, exponentials=False)
+CPU: Final = Fuser(twice=False, products=False, outer=False, scatters=False, exponentials=False, calls=False)

@@ -92,8 +92,9 @@ class Compiler:
     @property
     def planned(self) -> Fuser:
         """The rules by which programs are planned: an H200's, the best known in programs that are planned, but for what
-        a GPU stores of a softmax. A CPU's own come before (``planner/by_rules``)."""
-        return replace(H200, exponentials=self.fuser.exponentials) if self.fuser.twice else H200
+        a GPU stores of a softmax, and a TPU's calls no library. A CPU's own come before (``planner/by_rules``)."""
+        own = self.fuser
+        return replace(H200, exponentials=own.exponentials, calls=own.calls) if own.twice else H200
 
     @property
     def spreads(self) -> bool:
@@ -154,8 +155,10 @@ def compiler_of(device: DeviceProfile) -> Compiler:
     kind = kind_of(device)
     if kind == CPU.name:
         return Compiler(FUSES_CPU, ON_CPU, 0, kind)
+    if kind == TPU.name:
+        return Compiler(replace(H200, calls=False), kind=kind, weights=None)
     if device.name not in FACTS:
-        return Compiler(kind=kind, weights=HOPPER if kind == _NEW_GPU else None)
+        return Compiler(kind=kind)
     work = _work(device) / _work(profile("nvidia-h200"))
     fuser = Fuser(products=kind != _OLD_GPU, exponentials=kind == _NEW_GPU and work >= _DEAR, work=work)
     return Compiler(fuser, _WIDE.get(kind), FACTS[device.name].multiprocessors, kind, _weights(device, kind))

@@ -137,8 +137,8 @@ def is_in_a_tuple(op: Op, kernels: Kernels) -> bool:
     ``xla/service/heap_simulator/heap_simulator.cc``). What loops, branches and sorts of several arrays make is written
     over (H200).
     """
-    called = op.primitive == "conv_general_dilated" or (op.primitive == PRODUCT and not kernels.by.products)
-    return kernels.by.twice and called
+    by = kernels.by
+    return by.calls and (op.primitive == "conv_general_dilated" or (op.primitive == PRODUCT and not by.products))
 
 
 def _rows_apart(graph: Graph, kernels: Kernels, final: set[int]) -> dict[int, set[int]]:

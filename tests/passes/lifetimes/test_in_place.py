@@ -6,6 +6,11 @@ import pytest
 from jax import lax
 
 import jaxtensile
+from jaxtensile.devices.profiles import profile
+from jaxtensile.passes.lifetimes.fusion import fuse
+from jaxtensile.passes.lifetimes.in_place import is_in_a_tuple
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.xla.compilers import compiler_of
 
 X, W = jax.ShapeDtypeStruct((8, 128, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
 ROWS = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
@@ -57,3 +62,22 @@ def test_on_a_gpu(name):
     fun, *args = (CASES | FLATTENED)[name]
     exact, static = (jaxtensile.estimate(fun, *args, target="nvidia-h200", exact=e) for e in (True, False))
     assert static.device == pytest.approx(exact.device, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "target, called",
+    [
+        ("nvidia-a100-40gb", {"conv_general_dilated"}),
+        ("nvidia-v100-16gb", {"conv_general_dilated", "dot_general"}),
+        ("tpu-v5e", set()),
+        ("cpu", set()),
+    ],
+)
+def test_nothing_is_written_over_what_a_gpus_libraries_make(target, called):
+    images, filters = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64, 32, 32), (64, 64, 3, 3)))
+    convolved = trace_jaxpr(jax.make_jaxpr(lambda x, w: jnp.tanh(lax.conv(x, w, (1, 1), "SAME")))(images, filters))
+    multiplied = trace_jaxpr(jax.make_jaxpr(lambda x, w: jnp.tanh(jnp.tanh(x @ w)) @ w)(ROWS, W))
+    for name, graph in (("conv_general_dilated", convolved.graph), ("dot_general", multiplied.graph)):
+        kernels = fuse(graph, by=compiler_of(profile(target)).fuser)
+        assert any(is_in_a_tuple(op, kernels) for op in graph.ops if op.primitive == name) == (name in called)
+        assert not any(is_in_a_tuple(op, kernels) for op in graph.ops if op.primitive != name)
