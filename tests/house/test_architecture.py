@@ -218,3 +218,14 @@ def test_jax_is_not_imported_before_it_is_needed(arguments):
     modules = [line.rpartition("|")[2].strip() for line in found.stderr.splitlines() if line.startswith("import time:")]
     assert "jaxtensile.units" in modules
     assert not [m for m in modules if m.split(".")[0] in ("jax", "jaxlib", "numpy")]
+
+
+def test_nothing_lies_about_at_the_top():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no checkout of git")
+    top = {name.partition("/")[0] for name in listed.stdout.splitlines()}
+    assert top == {
+        *(".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
+        *("benchmarks", "docs", "examples", "jaxtensile", "passes", "runtime", "tests"),
+    }
