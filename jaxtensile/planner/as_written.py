@@ -155,8 +155,7 @@ def _smallest(page: Page, candidates: Candidates, best: Made | None) -> Made | N
         if plain.memory is not None and (best is None or plain.device <= best.compiled.device):
             best = compiles.plainly(start)
     if best is not None and not best.misplaced:
-        remember(request, page.program.traced.graph, best.compiled.device, page.entry(best))
-        page.keep(best, best.compiled.device)
+        remember(page, best)
     return best
 
 

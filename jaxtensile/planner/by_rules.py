@@ -133,8 +133,7 @@ def _named_by(own: Page, rules: Fuser, needs: Bytes | None) -> BudgetError | Non
     if nearest is None or needs is None or nearest.compiled.device >= needs:
         return None
     with with_rules_of(rules), own.clock("solve"):
-        remember(own.request, own.program.traced.graph, nearest.compiled.device, own.entry(nearest))
-        own.keep(nearest, nearest.compiled.device)
+        remember(own, nearest)
         start = own.lightest()[0]
         return cannot(own.request, own.candidates(start), own.bound(), nearest, own.scale)
 

@@ -17,6 +17,7 @@ from jaxtensile.ir.plan import Plan
 from jaxtensile.passes.verify.check import check
 from jaxtensile.planner.page import Page
 from jaxtensile.planner.plan_cache import Entry, Plans, key_of
+from jaxtensile.search.made import Made
 from jaxtensile.search.modelled import Modelled
 from jaxtensile.search.recipe import Recipe, Unlike, replay
 from jaxtensile.search.request import Fitted, Request
@@ -29,12 +30,14 @@ _FOUND: OrderedDict[str, tuple[Bytes, Entry]] = OrderedDict()
 _LOCK = threading.Lock()
 
 
-def remember(request: Request, graph: Graph, needs: Bytes, entry: Entry) -> None:
-    """Remember that ``entry`` needs ``needs`` device bytes."""
+def remember(page: Page, made: Made) -> None:
+    """Remember a program that an error names, and keep it for later processes, by the bytes that it needs."""
+    needs, entry = made.compiled.device, page.entry(made)
     with _LOCK:
-        _FOUND[_key(request, graph)] = needs, entry
+        _FOUND[_key(page.request, page.program.traced.graph)] = needs, entry
         while len(_FOUND) > MOST:
             _FOUND.popitem(last=False)
+    page.keep(made, needs)
 
 
 def remembered(request: Request, graph: Graph) -> tuple[Bytes, Entry] | None:

@@ -14,6 +14,7 @@ from jaxtensile.passes.lifetimes.fusion import (
     ELEMENTWISE,
     IN_PLACE,
     PRODUCT,
+    PRODUCTS,
     REDUCTIONS,
     ROW,
     VIEWS,
@@ -64,7 +65,7 @@ def share(
     For in-place updates, loop carries, and elementwise kernels whose result is as large as a dying operand. Extends the
     first owner's lifetime. Exceptions:
 
-    * XLA:GPU writes no elementwise kernel over part of a tuple (``is_in_a_tuple``), nor over complex numbers, whose
+    * XLA:GPU writes no elementwise kernel over parts of tuples (``_in_tuples``), nor over complex numbers, whose
       parts it reads by themselves.
     * Kernels that add a product begin earlier.
     * Nothing takes over the memory of outputs (``final``), and they that of nothing: theirs is there from the start.
@@ -75,19 +76,14 @@ def share(
     owner = list(range(len(values)))
     last = list(stop)
     onto: dict[int, int] = {}
-    in_tuples: set[int] = set()
+    in_tuples = _in_tuples(graph, kernels)
     made: list[int] = []
     rows, gpu = _rows_apart(graph, kernels, final), kernels.by.twice
     later = final.difference(home[v] for v in graph.outputs)
     for op in graph.ops:
         i = op.id
-        if op.primitive == "optimization_barrier":
-            in_tuples.update(home[v] for v in op.operands if on("barriers_apart"))
-            continue
         if not kernels.is_root[i]:
             continue
-        if is_in_a_tuple(op, kernels) and on("tuples_apart"):
-            in_tuples.update(op.results)
         if op.primitive in WRITING_OVER:
             pool = written_over(home, op) if on("updates_in_place") else []
         elif op.bodies:
@@ -138,7 +134,19 @@ def is_in_a_tuple(op: Op, kernels: Kernels) -> bool:
     over (H200).
     """
     by = kernels.by
-    return by.calls and (op.primitive == "conv_general_dilated" or (op.primitive == PRODUCT and not by.products))
+    return by.calls and op.primitive in PRODUCTS and not (op.primitive == PRODUCT and by.products)
+
+
+def _in_tuples(graph: Graph, kernels: Kernels) -> set[int]:
+    """Buffers that are parts of tuples: what barriers hold, and what libraries make."""
+    barriers, calls = on("barriers_apart"), on("tuples_apart")
+    found = set[int]()
+    for op in graph.ops:
+        if barriers and op.primitive == "optimization_barrier":
+            found.update(kernels.home[v] for v in op.operands)
+        elif calls and is_in_a_tuple(op, kernels):
+            found.update(op.results)
+    return found
 
 
 def _rows_apart(graph: Graph, kernels: Kernels, final: set[int]) -> dict[int, set[int]]:

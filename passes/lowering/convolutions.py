@@ -29,35 +29,35 @@ _IMAGES: Final = 4
 
 class Convolutions:
     """The convolutions of a graph. ``added``: by convolution, the array that is added in the call. ``ends``: by op that
-    is done in a call, what it would read. ``channels_last``: types of images that are taken so; None: by another
-    library, which reads what it is given.
+    is done in a call, what it would read. ``gradients``: those with a reversed filter; cuDNN has a kernel that dilates
+    such by itself. ``channels_last``: types of images that are taken so; None: by another library, which reads what it
+    is given.
     """
 
     def __init__(
         self, graph: Graph, made: Sequence[int], read_by: Sequence[Sequence[int]], channels_last: frozenset[str] | None
     ) -> None:
-        self._graph, self._made, self._read_by, self._last = graph, made, read_by, channels_last
+        self._graph, self._made, self._read_by, self._last = graph, made, read_by, channels_last or frozenset[str]()
         self._inputs = frozenset(graph.inputs)
         self._ordered = channels_last is not None and on("ordered_convolutions")
+        found = [op for op in graph.ops if op.primitive == CONVOLUTION]
+        self.gradients = {op.id for op in found if len(op.operands) > 1 and self._reversed(op.operands[1]) is not None}
         self.added: dict[int, ValueId] = {}
         self.ends: dict[int, ValueId] = {}
-        for op in graph.ops if channels_last is not None and on("fused_convolutions") else ():
-            if op.primitive == CONVOLUTION and not self.is_gradient(op) and not op.turned:
+        for op in found if channels_last is not None and on("fused_convolutions") else ():
+            if op.id not in self.gradients and not op.turned:
                 self._end(op)
-
-    def is_gradient(self, op: Op) -> bool:
-        """Whether the filter is reversed: cuDNN has a kernel that dilates such by itself."""
-        operands = self._graph.ops[op.id].operands
-        return len(operands) > 1 and self._reversed(operands[1]) is not None
 
     def operands(self, op: Op) -> tuple[ValueId, ...]:
         """What the call for ``op`` reads."""
         more = (self.added[op.id],) if op.id in self.added else ()
         if len(op.operands) < 2 or not self._ordered:
             return (*op.operands, *more)
-        before = self._reversed(op.operands[1])
-        read = before is not None and any(self._is_filtered(o, before) for o in self._read_by[before])
-        return (op.operands[0], before if read and before is not None else op.operands[1], *op.operands[2:], *more)
+        image, filter, *others = op.operands
+        before = self._reversed(filter)
+        if before is not None and any(self._is_filtered(o, before) for o in self._read_by[before]):
+            filter = before
+        return (image, filter, *others, *more)
 
     def out_of_order(self, op: Op) -> list[ValueId]:
         """Operands of ``op`` that the program is given in another order."""
@@ -69,7 +69,7 @@ class Convolutions:
         inner = tuple(range(1, rank - 1))
         gradient = of_image in ((rank - 1, *inner, 0), (*range(1, rank), 0))
         """Of a filter, whose features are its batch."""
-        last = self._last is not None and kind.dtype in self._last and rank == _IMAGES
+        last = kind.dtype in self._last and rank == _IMAGES
         wrong = ((0, *range(2, rank), 1), (*range(1, rank), 0)) if last else ((), (rank - 1, *inner, 0))
         found = [image] if of_image in wrong else []
         return [v for v in (*found, *([] if of_filter or gradient else [filter])) if v in self._inputs]

@@ -179,10 +179,8 @@ class _Lowering(Rewriting):
 
     def is_padded(self, op: Op) -> bool:
         """Whether a padded copy is written for convolution ``op``."""
-        padded = (
-            op.primitive == CONVOLUTION and op.padded > 0 and not op.turned and not self.convolutions.is_gradient(op)
-        )
-        return padded and on("padded_convolutions")
+        gradient = op.turned or op.id in self.convolutions.gradients
+        return op.primitive == CONVOLUTION and op.padded > 0 and not gradient and on("padded_convolutions")
 
     def is_folded(self, op: Op) -> bool:
         """Whether ``op`` is a ``pad`` that convolutions do themselves (``FoldConvInputPad`` in

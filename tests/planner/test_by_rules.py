@@ -138,7 +138,7 @@ def crossed(a, b, w):
 
 
 def test_an_error_names_what_was_found_by_either_rules():
-    """The others find none, and less than nothing is not the smallest."""
+    """The others find none, and the plain program is not the smallest."""
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((12, 128, 128), (12, 128, 128), (128, 128))]
     use = jax.jit(crossed, donate_argnums=(0, 1)).lower(*args).compile().memory_analysis()
     fixed = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes

@@ -308,7 +308,7 @@ def test_what_reads_one_array_is_computed_in_overlapping_windows():
         assert (fuse(b.graph(*pools), written=True).home[relu] == relu) is stored
 
 
-SCORES = [jax.ShapeDtypeStruct((8, 512, 8, 64), jnp.bfloat16)] * 3
+HEADS = [jax.ShapeDtypeStruct((8, 512, 8, 64), jnp.bfloat16)] * 3
 
 
 def attend(q, k, v):
@@ -321,7 +321,7 @@ def backwards(*args):
 
 
 def stores_exponentials(f, target):
-    graph = trace_jaxpr(jax.make_jaxpr(f)(*SCORES)).graph
+    graph = trace_jaxpr(jax.make_jaxpr(f)(*HEADS)).graph
     kernels = fuse(graph, by=compiler_of(profile(target)).planned)
     stored = {kernels.home[op.results[0]] == op.results[0] for op in graph.ops if op.primitive == "exp"}
     assert len(stored) == 1
@@ -337,6 +337,6 @@ def test_exponentials_of_a_wide_softmax_are_stored_for_gradients_of_some_gpus(ta
 @pytest.mark.cuda_aot
 def test_a_softmax_and_its_gradient_are_one_kernel_each_on_an_a100():
     said, true = (
-        jaxtensile.estimate(backwards, *SCORES, target="nvidia-a100-40gb", exact=exact) for exact in (False, True)
+        jaxtensile.estimate(backwards, *HEADS, target="nvidia-a100-40gb", exact=exact) for exact in (False, True)
     )
     assert said.device == pytest.approx(true.device, rel=0.01)
