@@ -26,7 +26,7 @@ ROUNDS = 3
 """Times that a step is cut and compiled at most. A guess: each takes a compile of the whole step."""
 LAUNCH: Seconds = 1e-4
 """Seconds to start one more executable and wait for its end. 8 executables of 18 arrays each took 0.46 ms more than one
-on 2 cores (CPU, jax 0.12.0.1), 65 us each; here rounded up."""
+on 2 cores (CPU, jax 0.12.0.1): 65 us each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jax import lax
@@ -70,8 +71,16 @@ def without_recomputation(
     if not changed:
         return None
     stacks: dict[Slot, Any] = {}
-    new = {i: lambda read, i=i: _scan(traced.equations[i], loops[i], i, stacks, read) for i in changed}
-    return exchanged(traced, closed, new), {i: len(loop.stacked) for i, loop in loops.items() if loop.stacked}
+
+    def scan(i: int, read: Callable[[Any], Any]) -> Sequence[Any]:
+        made = _scan(traced.equations[i], loops[i], i, stacks, read)
+        if i == max(changed):
+            stacks.clear()  # tracers that outlived their trace would be a leak
+        return made
+
+    return exchanged(traced, closed, {i: partial(scan, i) for i in changed}), {
+        i: len(loop.stacked) for i, loop in loops.items() if loop.stacked
+    }
 
 
 class _Search:

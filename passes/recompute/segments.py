@@ -26,13 +26,11 @@ from jaxtensile.passes.recompute.stages import Boundary, cut_points
 from jaxtensile.switches import on
 
 _PRICES = 20
-"""Prices of a byte at which a segment's cuts are solved. At half ViT at 0.5 of its temporaries does 0.26 % of a step
-more; at double no plan of the sweep charges 0.02 % less."""
+"""Prices of a byte at which a segment's cuts are solved. At half ViT at 0.5 does 0.26 % of a step more."""
 _SPARING = 3
 """Every so manieth price is also solved with products that may not run again. A guess."""
 _SPANS = (1, 2, 4, 8)
-"""Longest segments tried, in stages, beside the whole climb. At 2 to 16 DLRM at 0.5 of its temporaries does 30 % of a
-step more; at 1 to 4 no plan of the sweep changes."""
+"""Longest segments tried, in stages, beside the whole climb. At 2 to 16 DLRM at 0.5 does 30 % of a step more."""
 _OFFSETS = 2
 """Segmentations per span, from different first cut points. At half and double no plan changes by more than 0.01 %."""
 _STEPS, _DEAR = 3, 0.002

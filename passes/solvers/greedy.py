@@ -52,8 +52,8 @@ changes."""
 _WORTHWHILE = 0.01
 """Share of a step that a cheaper trial over budget must save to be followed too. A guess."""
 _GROWTHS = 4
-"""Trials with more bytes after one that fits, while over ``_LEFT`` of its temporaries are free. A guess. At half DLRM
-at 0.5 of its temporaries does 0.12 % of a step more; at double no plan changes."""
+"""Trials with more bytes after one that fits, while over ``_LEFT`` of its temporaries are free. A guess: at half
+DLRM at 0.5 does 0.12 % of a step more."""
 _LEFT = 0.01
 """Share of a trial's temporaries that may stay free. A guess."""
 _EASIER = (1 / 8, 1 / 4, 1 / 2)

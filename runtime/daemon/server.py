@@ -71,7 +71,7 @@ _ACCEPTS: Final = 256
 """Connections accepted per turn: they are answered before more are accepted. A guess."""
 COLLECT_EVERY, COLLECT_IN_ANY_CASE = 1.0, 60.0
 """Seconds between two collections of garbage while nobody waits, and while somebody always does: one takes some 10 ms
-for 1,000 jobs, and in the middle of a decision it would delay everyone's answer. Guesses."""
+for 1,000 jobs. Guesses."""
 _TICK_LATE: Final = 0.02
 """Seconds of delay: asking for the coordinator's next time costs too much per batch. A guess; deadlines are seconds."""
 _SCRAPES: Final = 32

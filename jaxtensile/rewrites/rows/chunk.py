@@ -129,7 +129,7 @@ def _loop(
     def part(i: Any) -> dict[int, Any]:
         # What else it reads is made of these, in the kernels that read it.
         known = {own.root(v): read(v) for v in (*own.whole, *(v for v, _ in own.sliced))}
-        made = _Part(traced, own, _reader(traced, own, known), i, n, backend)
+        made = _Part(traced, own, _Reader(traced, own, known), i, n, backend)
         made.make()
         return {v: made.rows[v] for v in leaving}
 
@@ -263,26 +263,32 @@ class _Part:
         body = own.body
         known = {v: (x, takes) for v, x, takes in zip(body.arguments, args, own.takes, strict=True)}
         whole = {**body.consts, **{v: x for v, (x, takes) in known.items() if takes is None}}
-        part = _Part(body, own, _reader(body, own, whole), i, self.n, self.backend, wide=False)
+        part = _Part(body, own, _Reader(body, own, whole), i, self.n, self.backend, wide=False)
         part.rows.update((v, x) for v, (x, takes) in known.items() if takes is not None)
         part.make()
         return [part.get(a, g if isinstance(g, Row) else None) for a, g in zip(body.outputs, own.gives, strict=True)]
 
 
-def _reader(body: Traced, own: Section, known: dict[int, Any]) -> Callable[[Any], Any]:
-    """A reader of whole values, which makes unknown ones when first read."""
-    made = producers(body.graph)
+class _Reader:
+    """Reads whole values, and makes unknown ones when first read.
 
-    def read(atom: Any) -> Any:
+    A class, because a function that calls itself would keep tracers until the next garbage collection, which
+    ``jax.checking_leaks`` takes for a leak.
+    """
+
+    def __init__(self, body: Traced, own: Section, known: dict[int, Any]) -> None:
+        self.body, self.own, self.known = body, own, known
+        self.made = producers(body.graph)
+
+    def __call__(self, atom: Any) -> Any:
         if not isinstance(atom, int):
             return jnp.asarray(atom.val, atom.aval.dtype)
-        v = own.root(atom)
-        if v not in known:
-            equation = body.equations[made[v]]
-            known.update(zip(equation.results, bind(equation, [read(a) for a in equation.operands]), strict=True))
-        return known[v]
-
-    return read
+        v = self.own.root(atom)
+        if v not in self.known:
+            equation = self.body.equations[self.made[v]]
+            made = bind(equation, [self(a) for a in equation.operands])
+            self.known.update(zip(equation.results, made, strict=True))
+        return self.known[v]
 
 
 def _by_op(own: Section) -> dict[int, list[tuple[Row, Passing]]]:

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtensile.ir.ir import Graph, consumers
+from jaxtensile.ir.ir import OUTER, Graph, consumers
 from jaxtensile.program.trace import Equation, Traced
 from jaxtensile.rewrites.rows.rows import Passing, Row, Section, made_of_whole, passing
+from jaxtensile.units import Bytes
 
 LESS = 2
 """How many times fewer bytes making rows must read than the whole value has; else they are sliced. A guess."""
@@ -66,16 +67,28 @@ class Outer:
             else:
                 found.reads(self.rows_of(a, need, depth + 1, o))
         size = graph.values
-        kept = (a for a in found.whole if self.made[a] >= 0)
-        sliced = (a for a, _ in found.sliced if not (alone and self.made[a] < 0))  # what is given is there anyway
-        read = sum(size[a].nbytes for a in (*sliced, *kept))
-        return found if read <= size[v].nbytes // LESS else None
+        given = {a for a, _ in found.sliced if self.made[a] < 0}  # what is given is there anyway
+        kept = {a for a in found.whole if self.made[a] >= 0 and size[a].shape} | {a for a, _ in found.sliced} - given
+        read = sum(size[a].nbytes for a in kept) + (0 if alone else sum(size[a].nbytes for a in given) // LESS)
+        spared = max(size[v].nbytes, self._spared(v, found, by))
+        return found if read <= spared // LESS else None
+
+    def _spared(self, v: int, found: Section, by: int) -> Bytes:
+        """Bytes of the largest value that nobody needs as a whole if ``by`` reads rows of ``v`` made anew by ``found``:
+        labels scattered into zeros and summed up, as in the gradient of a cross entropy."""
+        ops = {by, *(o for o, _ in found.pulled.values())}
+
+        def inside(u: int) -> bool:
+            return u not in self._kept and all(r in self.members or r in ops for r in self._readers[u])
+
+        values = self.traced.graph.values
+        return max((values[u].nbytes for u, _ in found.pulled if inside(u)), default=0) if inside(v) else 0
 
     def _how(self, o: int, row: Row, alone: bool) -> Passing | None:
         """How op ``o`` makes some rows of its result."""
         op, equation = self.traced.graph.ops[o], self.traced.equations[o]
         found = made_of_whole(equation.eqn, row, self.rows)
-        if found is not None or (op.flops and not alone):
+        if found is not None or (op.flops and op.primitive != OUTER and not alone):
             return found
         shapes = [self.traced.graph.values[a].shape if isinstance(a, int) else () for a in equation.operands]
         for k, shape in enumerate(shapes):

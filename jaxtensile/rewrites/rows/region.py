@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from jaxtensile.ir.ir import Graph, producers
 from jaxtensile.passes.lifetimes.fusion import ELEMENTWISE, EXPENSIVE, MOVES, REDUCTIONS, VIEWS
+from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
 from jaxtensile.passes.lifetimes.prologue import PRODUCT
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.rows.loop_rows import Loops
@@ -29,6 +31,8 @@ PRODUCTS = 4
 """Largest products, whose operands' rows are tried too. A guess."""
 CHEAP = 1 / 64
 """Share of a region small enough to compute for all rows outside it. A guess."""
+NEARLY = 1 / 4
+"""Share of the peak by which regions leave about as many bytes. A guess."""
 
 
 _FREE = frozenset(name for name in (ELEMENTWISE | MOVES | VIEWS) - EXPENSIVE if not name.startswith("random"))
@@ -48,20 +52,36 @@ class Seed(NamedTuple):
 class Region(Section):
     """Ops that pass rows on, with no path between two of them outside.
 
-    ``leaving``: values that others read, as rows or totals.
+    ``leaving``: values that others read, as rows or totals. ``within``: values that only the region reads.
     """
 
     seed: Seed
     leaving: dict[int, Row | str] = field(default_factory=dict)
+    within: frozenset[int] = frozenset()
     inside: Bytes = 0
-    """Bytes of values that only the region reads, less those of rows that leave it."""
+    """Bytes of values ``within``, less those of rows that leave it."""
 
 
 def find_region(traced: Traced, smallest: Bytes) -> Region | None:
-    """The region with the most ``inside`` bytes; None if fewer than ``smallest``."""
+    """The region without whose values the fewest bytes are left at the peak, and of those that leave about as few the
+    one with the most ``inside``; None if fewer than ``smallest``."""
     found = [s for seed in _seeds(traced, smallest) for s in regions(traced, *seed)]
-    best = max(found, key=lambda s: (s.inside, -s.seed.value, -s.seed.dim), default=None)
-    return best if best is not None and best.inside >= smallest else None
+    found = [s for s in found if s.inside >= smallest]
+    live = live_ranges(traced.graph)
+    left = [_left(live, s) for s in found]
+    about = min(left, default=0) + NEARLY * live.temp
+    best = [s for s, n in zip(found, left, strict=True) if n <= about]
+    return max(best, key=lambda s: (s.inside, -s.seed.value, -s.seed.dim), default=None)
+
+
+def _left(live: Liveness, own: Region) -> Bytes:
+    """Bytes at the peak if a region's values need none."""
+    less = [0] * (len(live.profile) + 1)
+    for r in live.ranges:
+        if r.value in own.within:
+            less[r.start] += r.nbytes
+            less[min(r.stop, len(live.profile))] -= r.nbytes
+    return max((n - gone for n, gone in zip(live.profile, accumulate(less), strict=False)), default=0)
 
 
 def ends(traced: Traced, smallest: Bytes) -> list[int]:
@@ -233,7 +253,8 @@ def _complete(
     own.leaving = {v: at[v] for v in sorted(inner & outside - own.same.keys())}
     totals = {v for v in inner if isinstance(at[v], str)}
     leaving = sum(graph.values[v].nbytes for v, how in own.leaving.items() if isinstance(how, Row))
-    own.inside = sum(graph.values[v].nbytes for v in inner - outside - totals) - leaving
+    own.within = frozenset(inner - outside - totals)
+    own.inside = sum(graph.values[v].nbytes for v in own.within) - leaving
 
 
 def _leave_moves(graph: Graph, own: Region, at: Mapping[int, Row | str]) -> None:
