@@ -32,6 +32,8 @@ Found: TypeAlias = tuple[Variant, Plan]
 
 SHORTER: Final = 0.02
 """Share of the step that work in parts has to save, because it rounds sums differently. A guess."""
+CERTAIN: Final = 2.0
+"""Times what work in parts adds: recomputation that adds more is not compiled first. A guess."""
 PRODUCTS: Final = "the plan that spares products first"
 COPIES: Final = "the plan without copies to the host"
 WORTH: Final = 0.02
@@ -63,7 +65,7 @@ def _with_and_without_parts(
     rounds, anew = page.rounds, candidates.anew()
     fits = first if first is not None and first[1].predicted.device <= page.goal and not hopeless else None
     rival = _in_parts(page, anew, fits) if fits is not None else None
-    if fits is not None and rival is not None and not page.compiles.kernels_known:
+    if fits is not None and rival is not None and (not page.compiles.kernels_known or _is_beyond_doubt(fits, rival[1])):
         parts, count = closest(rounds, *rival)
         if parts is not None and parts.fits and _saved(fits, _as_found(parts)) > _worth(anew):
             return parts, count
@@ -84,6 +86,11 @@ def _with_and_without_parts(
         return quicker, count
     quicker, more = rounds.lifted(candidates, quicker, None, 1)
     return quicker, count + more
+
+
+def _is_beyond_doubt(fits: Found, rival: Found) -> bool:
+    """Whether work in parts adds so much less that compiled kernels need not be asked."""
+    return CERTAIN * charge_of(*rival) <= charge_of(*fits)
 
 
 def _worth(candidates: Candidates) -> Seconds:
