@@ -1,6 +1,6 @@
 """JAX's own tests, with ``jax.jit`` replaced by ``jaxtensile.jit``: which of them does only ours fail?
 
-    JAX_TESTS=FOLDER python -m benchmarks.jaxtests.run [--mode MODE ...] [FILE ...]
+    JAX_TESTS=FOLDER python -m benchmarks.jaxtests.run [--library NAME] [--mode MODE ...] [FILE ...]
 
 ``JAX_TESTS``: the folder ``tests`` of a checkout of JAX, of the version that is installed or the nearest to it; nothing
 of it is copied here. Every file (``api``; by default a list of about seventy) runs in a process of its own, once in
@@ -12,6 +12,9 @@ line by line, so that a run goes on where it stopped; ``--again`` forgets ours o
 was compared goes to ``results-jax<version>.json`` and ``.md`` beside this file, for the files that ran, beside those
 known before.
 
+``--library``: the tests are of another library, as ``optax``, from the folder of its checkout; all its test files run,
+or FILE, paths in that folder. Results go to ``NAME-jax<version>.json`` and ``.md``.
+
 "Only ours": the test passes with ``jax.jit`` and does not with ours. XLA's optimizations are off on both sides, which
 is several times faster and changes nothing that is asked here. "Programs": signatures that reached the planner;
 "planned": those of them that ran as another program than the user's own.
@@ -20,6 +23,7 @@ is several times faster and changes nothing that is asked here. "Programs": sign
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
@@ -72,12 +76,26 @@ _ROUNDS: Final = (
     "rounding: a relative 1.9e-5 between two orders of operations, where the test asks 1e-6 of itself and 5e-2 of "
     "numpy; of 60 such matrices both are as far from complex128, 2.2e-6 in the median and 1.8e-5 at most"
 )
+_FNUZ: Final = (
+    "XLA:CPU's own: f32 to float8_e4m3fnuz and back for one column a turn of a loop gives NaN, under `jax.jit` as well"
+)
+_FRAMES: Final = "counts frames, or looks for JAX's own file in them"
+_COSTS: Final = "counts the FLOPs of the lowered program, which is the planned one"
 _GAMMA: Final = (
     "rounding: exponentials of sums of `lgamma` in f32 differ by a relative 7.8e-6 between two orders of fusion, where "
     "the test asks 1e-6 of itself and 1e-3 of numpy; of the integers that they are, `jax.jit`'s are 1.2e-5 off at most "
     "and ours 5.2e-6"
 )
 EXPLAINED: Final = {
+    "test_fp8_dot_general_injection1": _FNUZ,
+    "test_complicated": "counts how often a primitive of its own is lowered: plans are compiled, some in vain",
+    "test_dynamic_exclusion": _FRAMES,
+    "test_simple_exclusion_remove_frames": _FRAMES,
+    "test_simple_exclusion_tracebackhide": _FRAMES,
+    "test_module_reuse": _COSTS,
+    "test_module_summary": _COSTS,
+    "test_module_summary_with_depth": _COSTS,
+    "test_partitioned_params": _COSTS,
     "testPascal6": _GAMMA,
     "testPascal9": _GAMMA,
     "test_cond_memory_leak": _ELSE,
@@ -109,7 +127,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """The outcomes of one file in one mode, of ``only`` some of its tests; those of an earlier run included."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    file = tests / f"{name}_test.py"
+    file = _file(tests, name)
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     if name in _MANY:
         environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
@@ -132,6 +150,18 @@ def run(
             out.write(_death(rows, status, log.with_suffix(".out").read_text(errors="replace")))
     found = {row["id"]: row for row in read(log) if "outcome" in row}
     return [row for name, row in found.items() if only is None or name in only]
+
+
+def _file(tests: Path, name: str) -> Path:
+    """Where the tests of that name are: ``api`` in ``api_test.py``, ``tests/test_jit`` in itself."""
+    own = tests / f"{name}_test.py"
+    return own if own.exists() else tests / f"{name}.py"
+
+
+def _all_of(folder: Path) -> list[str]:
+    """The test files of a library."""
+    files = sorted({*folder.rglob("*_test.py"), *folder.rglob("test_*.py")})
+    return [str(f.relative_to(folder)).removesuffix(".py").removesuffix("_test") for f in files]
 
 
 def _death(rows: Sequence[dict[str, Any]], status: int, told: str) -> str:
@@ -170,11 +200,11 @@ def _line(error: str) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    m = result["machine"]
+    m, library = result["machine"], result.get("library", "JAX")
     lines = [
-        f"# JAX's tests, jax {m['jax']}, Python {m['python']}, {m['cpus']} cores, CPU, {m['date']}",
+        f"# {library}'s tests, jax {m['jax']}, Python {m['python']}, {m['cpus']} cores, CPU, {m['date']}",
         "",
-        f"Tests of JAX {result['tests']}, {m['environment']}. "
+        f"Tests of {library} {result['tests']}, {m['environment']}. "
         "Only ours: passes with `jax.jit`, does not with `jaxtensile.jit`.",
     ]
     for mode, rows in result["modes"].items():
@@ -213,20 +243,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=_TEST_LIMIT, help="seconds a test may take")
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "jaxtensile-jaxtests")
     parser.add_argument("--again", action="store_true", help="run ours again, whatever is known")
+    parser.add_argument("--library", default="JAX", help="whose tests these are")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the results")
     options = parser.parse_args(argv)
     if "JAX_TESTS" not in os.environ:
         parser.error("JAX_TESTS is not set: give the folder 'tests' of a checkout of JAX")
     tests = Path(os.environ["JAX_TESTS"]).resolve()
     machine = describe()
-    path: Path = options.out / f"results-jax{machine['jax']}.json"
-    keep: Path = options.keep / f"jax{machine['jax']}"
-    missing = [f for f in options.files if not (tests / f"{f}_test.py").exists()]
+    own = options.library == "JAX"
+    path: Path = options.out / f"{'results' if own else options.library}-jax{machine['jax']}.json"
+    keep: Path = options.keep / ("" if own else options.library) / f"jax{machine['jax']}"
+    missing = [f for f in options.files if not _file(tests, f).exists()]
     if missing:
         parser.error(f"no {missing[0]}_test.py in {tests}")
     count = 0
-    for name in options.files or dict.fromkeys(FILES):
-        if not (tests / f"{name}_test.py").exists():
+    for name in options.files or dict.fromkeys(FILES if own else _all_of(tests)):
+        if not _file(tests, name).exists():
             continue
         for mode in options.mode or MODES:
             log = keep / mode / f"{name}.jsonl"
@@ -242,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"mode": mode, **{k: v for k, v in row.items() if k != "only_ours"}}))
             for test in row["only_ours"]:
                 print(f"  only ours: {test['id']} ({test['outcome']}): {test['error']}", flush=True)
-            _save(path, machine, tests, mode, row)
+            _save(path, machine, options.library, tests, mode, row)
     return int(count > 0)
 
 
@@ -257,12 +289,18 @@ def _why(told: Path) -> str:
     return re.sub(r"/\S*/", "", errors[-1][1:].strip()) if errors else "no tests"
 
 
-def _save(path: Path, machine: dict[str, Any], tests: Path, mode: str, row: dict[str, Any]) -> None:
+def _save(path: Path, machine: dict[str, Any], library: str, tests: Path, mode: str, row: dict[str, Any]) -> None:
     """The result with one more row, in place of an earlier one of the same file and mode."""
     known = json.loads(path.read_text()) if path.exists() else {"modes": {}}
     rows = {r["file"]: r for r in known["modes"].get(mode, [])} | {row["file"]: row}
     modes = {**known["modes"], mode: [rows[file] for file in sorted(rows)]}
-    result = {"machine": machine, "tests": _version(tests), "modes": {m: modes[m] for m in MODES if m in modes}}
+    version = _version(tests) if library == "JAX" else importlib.metadata.version(library)
+    result = {
+        "library": library,
+        "machine": machine,
+        "tests": version,
+        "modes": {m: modes[m] for m in MODES if m in modes},
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(result))

@@ -5,8 +5,8 @@
 Each ``jax.checkpoint`` policy on every block is compiled for a card that is not here, and so is what ``jaxtensile.jit``
 plans by itself for as many bytes, and for 60 % of the bytes above the arguments, beside the quickest policy that fits
 there. Seconds are predictions, of the same kernels that ``benchmarks/time/run.py`` holds against a card's. Results go
-to ``policies.json`` and ``policies.md`` row by row; rows that are there are not measured again without ``--again``, and
-with ``--ours`` only what we plan.
+to ``policies-jax<version>.json`` and ``.md`` row by row; rows that are there are not measured again without
+``--again``, and with ``--ours`` only what we plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final
 from benchmarks.isolate import heading, save
 from benchmarks.machine import describe
 
-RESULT: Final = Path(__file__).parent / "policies.json"
+RESULTS: Final = Path(__file__).parent
 TARGET: Final = "nvidia-h100-80gb"
 SHARE: Final = 0.6
 """Of what the plain step needs above its arguments."""
@@ -116,7 +116,8 @@ def main() -> None:
     parser.add_argument("--ours", action="store_true", help="plan again for the bytes of rows that are there")
     asked = parser.parse_args()
     os.environ["JAXTENSILE_PLAN_CACHE"] = "off"
-    rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    result = RESULTS / f"policies-jax{describe()['jax']}.json"
+    rows = json.loads(result.read_text())["rows"] if result.exists() else []
     known = {(row["workload"], row["at"], row["target"]): row for row in rows}
     share = f"{SHARE:.0%}"
     for name in asked.workloads if not asked.ours else ():
@@ -135,17 +136,17 @@ def main() -> None:
                 continue
             row = {"plain": plain, "policy": hand, "budget": nbytes, "ours": ours(name, nbytes, asked.target)}
             known[key] = dict(zip(("workload", "at", "target"), key, strict=True)) | row
-            keep(known, key)
+            keep(result, known, key)
     for key, row in known.items() if asked.ours else ():
         if key[0] in asked.workloads and key[2] == asked.target:
             row["ours"] = ours(key[0], row["budget"], asked.target)
-            keep(known, key)
+            keep(result, known, key)
 
 
-def keep(known: dict[tuple[str, str, str], Any], key: tuple[str, str, str]) -> None:
+def keep(path: Path, known: dict[tuple[str, str, str], Any], key: tuple[str, str, str]) -> None:
     """Save all rows, and print that one."""
     result = {"machine": describe(), "rows": list(known.values())}
-    save(RESULT, result, table)
+    save(path, result, table)
     begins = f"| {key[0]} | {key[1]} "
     print(next(line for line in table(result).splitlines() if line.startswith(begins)), flush=True)
 
