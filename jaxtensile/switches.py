@@ -165,6 +165,7 @@ SWITCHES: Final = (
     Switch("about", "where nothing fits, the cheapest of about as few bytes is taken"),
     # ---- jaxtensile/planner
     Switch("cse", "equal operations are one, as XLA has them"),
+    Switch("counted_indices", "what indices count is a batch dimension of gathers and scatters"),
     Switch("hoist_invariants", "what no iteration changes is made in front of its loop, where XLA does so"),
     Switch("undo", "the program is planned without the user's own checkpoints too"),
     Switch("glance", "a hopeless budget takes one compile"),

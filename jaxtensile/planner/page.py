@@ -20,6 +20,7 @@ from jaxtensile.planner.build_report import report, unplanned
 from jaxtensile.planner.plan_cache import Entry, Plans, key_of
 from jaxtensile.planner.rounds import Rounds
 from jaxtensile.planner.trial_compiles import TrialCompiles
+from jaxtensile.program.counted import counted
 from jaxtensile.program.cse import cse
 from jaxtensile.program.hoist_invariants import hoist_invariants
 from jaxtensile.program.trace import Traced
@@ -38,6 +39,7 @@ from jaxtensile.units import Bytes, format_bytes
 from jaxtensile.xla.compile import Compiled
 
 MERGING: Final = "the merging of equal operations"
+COUNTING: Final = "batch dimensions for counted indices"
 HOISTING: Final = "the moving of invariants in front of loops"
 CACHE: Final = "the plan cache"
 
@@ -50,12 +52,10 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
             request = request.with_sizes()
     with clock("graph"):
         faults, flat = request.faults, traced_for(request, request.jaxpr)
+        if request.local is None and on("counted_indices"):
+            request, flat = _moved(request, flat, COUNTING, counted)
         if request.device.backend.hoists_invariants and request.local is None and on("hoist_invariants"):
-            jaxpr = request.jaxpr
-            moved = faults.spared(HOISTING, lambda: hoist_invariants(flat, jaxpr), lambda: jaxpr)
-            if moved is not jaxpr:
-                request = replace(request, jaxpr=moved)
-                flat = traced_for(request, moved)
+            request, flat = _moved(request, flat, HOISTING, hoist_invariants)
         traced = faults.spared(MERGING, lambda: cse(flat) if on("cse") else flat, lambda: flat)
         host = replace(request, host_budget=0 if OFFLOAD in faults else request.host_budget)
         there = replace(host, place=None), ()
@@ -69,6 +69,13 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
     if undone is not None and lighter is not None and lighter.bound.nbytes <= request.budget:
         page.without = undone, lighter
     return page
+
+
+def _moved(request: Request, flat: Traced, title: str, change: Callable[[Traced, Any], Any]) -> tuple[Request, Traced]:
+    """The request and its program after a change that planning begins with."""
+    jaxpr = request.jaxpr
+    moved = request.faults.spared(title, lambda: change(flat, jaxpr), lambda: jaxpr)
+    return (request, flat) if moved is jaxpr else (replace(request, jaxpr=moved), traced_for(request, moved))
 
 
 def undone_of(request: Request, traced: Traced) -> Undone | None:
