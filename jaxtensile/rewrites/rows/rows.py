@@ -162,9 +162,10 @@ def _broadcast(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | 
 
 def _reshape(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | None:
     row, old, new = given[0], _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    if row is None or len(given) > 1 or eqn.params.get("dimensions") is not None:
+    if row is None or len(given) > 1:
         return None
-    before = math.prod(old[: row.dim])
+    order = [*(eqn.params.get("dimensions") or range(len(old)))]
+    before = math.prod(old[d] for d in order[: order.index(row.dim)])
     found = (Row(d, n // rows) for d, n in enumerate(new) if n > 1 and n % rows == 0 and math.prod(new[:d]) == before)
     made = next(found, None)
     if made is None:
@@ -219,12 +220,17 @@ def _dot(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
     return Passing(given, (Row(made, row.block),))
 
 
-def _convolution(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+def _convolution(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | None:
     numbers, params = eqn.params["dimension_numbers"], eqn.params
-    if params["batch_group_count"] != 1:
-        return None
     left, right = given
     batch, feature, *_rest = numbers.lhs_spec
+    for name, dim in (("feature_group_count", feature), ("batch_group_count", batch)):
+        if params[name] != 1 and params[name] % rows == 0:
+            grouped = _by_groups(eqn, given, rows, name, dim)
+            if grouped is not None:
+                return grouped
+    if params["batch_group_count"] != 1:
+        return None
     if left is not None and left.dim == batch and right is None:
         return Passing(given, (Row(numbers.out_spec[0], left.block),))
     inner = numbers.rhs_spec[1]
@@ -237,6 +243,17 @@ def _convolution(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | N
     if right is not None and right.dim == numbers.rhs_spec[0] and left is None:
         return Passing(given, (Row(numbers.out_spec[1], right.block),))
     return None
+
+
+def _by_groups(eqn: Any, given: tuple[Row | None, ...], rows: int, name: str, dim: int) -> Passing | None:
+    """Each row in some groups of a convolution, as under ``vmap`` with a filter or a gradient of each row; ``dim``: of
+    the left operand, where the groups are."""
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params[name]
+    outs = numbers.rhs_spec[0]
+    needs = Row(dim, _shape(eqn.invars[0])[dim] // rows), Row(outs, _shape(eqn.invars[1])[outs] // rows)
+    if any(g not in (None, need) for g, need in zip(given, needs, strict=True)):
+        return None
+    return Passing(needs, (Row(numbers.out_spec[1], needs[1].block),), lambda n: {name: groups // rows * n})
 
 
 def _alike(eqn: Any, given: tuple[Row | None, ...], axis: int | None) -> Passing | None:

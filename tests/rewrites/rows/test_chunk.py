@@ -73,6 +73,13 @@ def images(w, x):
     return ((h.reshape(h.shape[0], -1, 8).sum(1) @ w["out"]) ** 2).mean()
 
 
+def per_example(w, x):
+    """Gradients of each image alone, as private training clips them: convolutions in groups, one for each image."""
+    grads = jax.vmap(jax.grad(lambda kernel, x: images({**w, "qkv": kernel}, x[None])), (None, 0))(w["qkv"], x)
+    norms = jnp.sqrt((grads**2).sum((1, 2)))
+    return (grads / jnp.maximum(norms, 1)[:, None, None]).mean(0), norms
+
+
 def normed_by_batch(w, x):
     """Statistics of all rows are needed before any row goes on."""
     h = x @ w["qkv"]
@@ -147,6 +154,7 @@ PROGRAMS = {
     "dropout": (jax.value_and_grad(language), (weights(), TOKENS, KEYS[0])),
     "checkpoints": (jax.value_and_grad(jax.checkpoint(language)), (weights(), TOKENS)),
     "images": (jax.grad(images), (weights(), IMAGES)),
+    "per example": (per_example, (weights(), IMAGES)),
     "batch norm": (jax.value_and_grad(normed_by_batch), (weights(), ROWS)),
     "clipped": (clipped, (weights(), ROWS)),
     "layers": (jax.value_and_grad(layers), (weights(), ROWS3, KEYS[0])),

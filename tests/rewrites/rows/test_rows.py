@@ -54,6 +54,7 @@ CASES = {
     "flat": (lambda x: lax.reshape(x, (24, 5)), (normal(4, 6, 5),), {(0, 0), (0, 2)}),
     "split up": (lambda x: lax.reshape(x, (4, 1, 3, 2, 5)), (normal(4, 6, 5),), {(0, 0), (0, 2)}),
     "apart": (lambda x: lax.reshape(x, (4, 2, 3)), (normal(4, 6),), {(0, 0)}),
+    "turned": (lambda x: lax.reshape(x, (20, 6), (2, 0, 1)), (normal(4, 6, 5),), {(0, 1), (0, 2)}),
     "ones": (lambda x: lax.reshape(x, (1, 4, 1, 6)), (normal(4, 6),), {(0, 0), (0, 1)}),
     "squeeze": (lambda x: lax.squeeze(x, (0, 2)), (normal(1, 4, 1, 6),), {(0, 1), (0, 3)}),
     "transpose": (lambda x: lax.transpose(x, (2, 0, 1)), (normal(4, 6, 5),), {(0, 0), (0, 1), (0, 2)}),
@@ -80,7 +81,11 @@ CASES = {
     ),
     "depthwise": (
         convolution(("NHWC", "HWIO", "NHWC"), feature_group_count=4), (normal(4, 5, 5, 4), normal(3, 3, 1, 4)),
-        {(0, 0)},
+        {(0, 0), (0, 3), (1, 3)},
+    ),
+    "batches in groups": (
+        convolution(("NHWC", "HWIO", "NHWC"), batch_group_count=4), (normal(4, 5, 5, 2), normal(3, 3, 2, 4)),
+        {(0, 0), (1, 3)},
     ),
     "filter's gradient": (
         convolution(("CHWN", "IHWO", "NHWC")), (normal(4, 5, 5, 3), normal(4, 5, 5, 2)),
@@ -182,6 +187,20 @@ def test_rows_of_several_places_next_to_each_other():
     agrees(eqn, [x], how, 4, 2)
     back = equation(lambda x: lax.reshape(x, (12, 5)), (x.reshape(4, 3, 5),))
     assert passing(back, [Row(0)], 4).gives == (Row(0, 3),)
+
+
+@pytest.mark.parametrize("name", ("feature_group_count", "batch_group_count"))
+def test_rows_of_several_groups_of_a_convolution(name):
+    """Six groups for three rows: two of each."""
+    sizes = {"feature_group_count": (5, 12), "batch_group_count": (12, 2)}[name]
+    x, k = normal(sizes[0], 4, 4, sizes[1]), normal(3, 3, 2, 12)
+    eqn = equation(convolution(("NHWC", "HWIO", "NHWC"), **{name: 6}), (x, k))
+    dim = 3 if name == "feature_group_count" else 0
+    for given in ([Row(dim, 4), None], [None, Row(3, 4)], [Row(dim, 4), Row(3, 4)]):
+        how = passing(eqn, given, 3)
+        assert how is not None and how.needs == (Row(dim, 4), Row(3, 4)) and how.gives == (Row(3, 4),)
+        agrees(eqn, [x, k], how, 3, 3)
+    assert passing(eqn, [Row(dim, 3), None], 4) is None
 
 
 def test_operands_that_disagree_pass_nothing_on():
