@@ -195,7 +195,7 @@ def compared(name: str, ours: Iterable[dict[str, Any]], plain: Iterable[dict[str
 
 def _line(error: str) -> str:
     lines = [line.strip() for line in error.splitlines() if line.strip()]
-    return (lines[0] if lines else "")[:300]
+    return re.sub(r"/\S*/", "", lines[0] if lines else "")[:300]
 
 
 def table(result: dict[str, Any]) -> str:
