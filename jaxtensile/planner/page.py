@@ -52,7 +52,7 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
             request = request.with_sizes()
     with clock("graph"):
         faults, flat = request.faults, traced_for(request, request.jaxpr)
-        if request.local is None and on("counted_indices"):
+        if request.whole and on("counted_indices"):  # for work in parts, which is not divided among devices
             request, flat = _moved(request, flat, COUNTING, counted)
         if request.device.backend.hoists_invariants and request.local is None and on("hoist_invariants"):
             request, flat = _moved(request, flat, HOISTING, hoist_invariants)
