@@ -7,6 +7,7 @@ its same rows; products too, if nothing else reads them. Other rows are slices.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ import numpy as np
 from jaxtensile.ir.ir import OUTER, Graph, consumers
 from jaxtensile.program.trace import Equation, Traced
 from jaxtensile.rewrites.rows.rows import Passing, Row, Section, made_of_whole, passing
-from jaxtensile.units import Bytes
 
 LESS = 2
 """How many times fewer bytes making rows must read than the whole value has; else they are sliced. A guess."""
@@ -30,10 +30,16 @@ class Outer:
     """
 
     def __init__(
-        self, traced: Traced, rows: int, inner: set[int], made: Sequence[int], members: Container[int] = ()
+        self,
+        traced: Traced,
+        rows: int,
+        inner: set[int],
+        made: Sequence[int],
+        members: Container[int] = (),
+        readers: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.traced, self.rows, self.inner, self.made, self.members = traced, rows, inner, made, members
-        self._readers = consumers(traced.graph)
+        self._readers = consumers(traced.graph) if readers is None else readers
         self._kept = set(traced.graph.outputs)
         self._found: dict[tuple[int, Row], Section] = {}
 
@@ -67,22 +73,28 @@ class Outer:
             else:
                 found.reads(self.rows_of(a, need, depth + 1, o))
         size = graph.values
+        spared = max((size[u].nbytes for u, _ in found.pulled if self._spared[u]), default=0) if self._spared[v] else 0
         given = {a for a, _ in found.sliced if self.made[a] < 0}  # what is given is there anyway
         kept = {a for a in found.whole if self.made[a] >= 0 and size[a].shape} | {a for a, _ in found.sliced} - given
-        read = sum(size[a].nbytes for a in kept) + (0 if alone else sum(size[a].nbytes for a in given) // LESS)
-        spared = max(size[v].nbytes, self._spared(v, found, by))
-        return found if read <= spared // LESS else None
+        read = sum(size[a].nbytes for a in kept)
+        if not alone:
+            read += sum(size[a].nbytes for a in given) // (LESS if spared else 1)
+        return found if read <= max(size[v].nbytes, spared) // LESS else None
 
-    def _spared(self, v: int, found: Section, by: int) -> Bytes:
-        """Bytes of the largest value that nobody needs as a whole if ``by`` reads rows of ``v`` made anew by ``found``:
-        labels scattered into zeros and summed up, as in the gradient of a cross entropy."""
-        ops = {by, *(o for o, _ in found.pulled.values())}
-
-        def inside(u: int) -> bool:
-            return u not in self._kept and all(r in self.members or r in ops for r in self._readers[u])
-
-        values = self.traced.graph.values
-        return max((values[u].nbytes for u, _ in found.pulled if inside(u)), default=0) if inside(v) else 0
+    @cached_property
+    def _spared(self) -> list[bool]:
+        """Of each value, whether nobody needs it as a whole once the members make rows anew: labels scattered into
+        zeros and summed up, as in the gradient of a cross entropy."""
+        graph = self.traced.graph
+        found = [False] * len(graph.values)
+        values = [*graph.inputs, *(v for op in graph.ops for v in op.results)]
+        for v in reversed(values):
+            found[v] = v not in self._kept and all(
+                r in self.members
+                or (not graph.ops[r].pinned and graph.ops[r].results and all(found[u] for u in graph.ops[r].results))
+                for r in self._readers[v]
+            )
+        return found
 
     def _how(self, o: int, row: Row, alone: bool) -> Passing | None:
         """How op ``o`` makes some rows of its result."""

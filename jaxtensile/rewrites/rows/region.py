@@ -7,12 +7,12 @@ language model, the logits of all tokens need never exist at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from jaxtensile.ir.ir import Graph, producers
+from jaxtensile.ir.ir import Graph, consumers, producers
 from jaxtensile.passes.lifetimes.fusion import ELEMENTWISE, EXPENSIVE, MOVES, REDUCTIONS, VIEWS
 from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
 from jaxtensile.passes.lifetimes.prologue import PRODUCT
@@ -65,8 +65,18 @@ class Region(Section):
 def find_region(traced: Traced, smallest: Bytes) -> Region | None:
     """The region without whose values the fewest bytes are left at the peak, and of those that leave about as few the
     one with the most ``inside``; None if fewer than ``smallest``."""
-    found = [s for seed in _seeds(traced, smallest) for s in regions(traced, *seed)]
-    found = [s for s in found if s.inside >= smallest]
+    made, readers = producers(traced.graph), consumers(traced.graph)
+    known: dict[Hashable, Region] = {}
+    for seed in _seeds(traced, smallest):
+        at, stages, same = _stages(traced, *seed)
+        for own in stages.values():
+            key = frozenset((o, how.needs, how.gives) for o, how in own.members.items())
+            if key in known:  # another origin of the same rows
+                known[key].seed = min(known[key].seed, own.seed)
+            else:
+                known[key] = own
+                _complete(traced, own, at, same, made, readers)
+    found = [s for s in known.values() if s.inside >= smallest]
     live = live_ranges(traced.graph)
     left = [_left(live, s) for s in found]
     about = min(left, default=0) + NEARLY * live.temp
@@ -138,7 +148,18 @@ def _beginning(graph: Graph, made: Sequence[int], v: int, size: int) -> Iterator
 
 
 def regions(traced: Traced, value: int, row: Row, rows: int) -> list[Region]:
-    """The regions that rows of a value go through, one per stage of needed totals.
+    """The regions that rows of a value go through, one per stage of needed totals."""
+    at, found, same = _stages(traced, value, row, rows)
+    made, readers = producers(traced.graph), consumers(traced.graph)
+    for own in found.values():
+        _complete(traced, own, at, same, made, readers)
+    return list(found.values())
+
+
+def _stages(
+    traced: Traced, value: int, row: Row, rows: int
+) -> tuple[dict[int, Row | str], dict[int, Region], dict[int, int]]:
+    """(rows of values, regions by stage, results of barriers → operands).
 
     Cheap totals, like the number of tokens, are computed before and start no new stage.
     """
@@ -150,10 +171,7 @@ def regions(traced: Traced, value: int, row: Row, rows: int) -> list[Region]:
         if not more:
             break
         aside |= more
-    made = producers(graph)
-    for own in found.values():
-        _complete(traced, own, at, same, made)
-    return list(found.values())
+    return at, found, same
 
 
 def _passed_on(
@@ -232,14 +250,19 @@ def _ancestors(graph: Graph, made: Sequence[int], v: int, members: set[int]) -> 
 
 
 def _complete(
-    traced: Traced, own: Region, at: Mapping[int, Row | str], same: Mapping[int, int], made: Sequence[int]
+    traced: Traced,
+    own: Region,
+    at: Mapping[int, Row | str],
+    same: Mapping[int, int],
+    made: Sequence[int],
+    readers: Sequence[Sequence[int]],
 ) -> None:
     """Fill in what a region reads from outside, and what outside reads of it."""
     graph = traced.graph
     _leave_moves(graph, own, at)
     own.same = {v: a for v, a in same.items() if made[v] in own.members}
     inner: set[int] = {v for o in own.members for v in graph.ops[o].results if v in at}
-    outer = Outer(traced, own.seed.rows, inner, made, own.members)
+    outer = Outer(traced, own.seed.rows, inner, made, own.members, readers)
     for o, how in own.members.items():
         for a, need in zip(traced.equations[o].operands, how.needs, strict=True):
             if not isinstance(a, int) or (need is not None and a in inner):
