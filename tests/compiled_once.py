@@ -150,10 +150,11 @@ def set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
 class Kernels:
     """A file of this process that begins as the kept one, and of which what was added is kept at the end.
 
-    XLA only ever appends to it, and any number of such files one after the other are one.
+    XLA only ever appends to it. What two processes added to the same file is not joined: a kernel that both made has
+    another name in each, and XLA refuses a file with both.
     """
 
-    NAME = "kernels"
+    NAME = "kernels of one"
 
     def __init__(self, kept: Folder | None, file: Path) -> None:
         self.kept, self.file = kept, file
@@ -164,6 +165,6 @@ class Kernels:
     def keep(self) -> None:
         if self.kept is None or not self.file.exists() or (now := self.file.read_bytes()) == self.began:
             return
-        added = now.removeprefix(self.began)
         with suppress(OSError), self.kept.locked():
-            self.kept.put(self.NAME, (self.kept.get(self.NAME) or b"") + added)
+            if (self.kept.get(self.NAME) or b"") == self.began:
+                self.kept.put(self.NAME, now)

@@ -53,7 +53,8 @@ def test_a_folder_is_for_one_machine_and_begins_anew_when_it_is_full(monkeypatch
     assert compiled_once.folder().get("a") is None
 
 
-def test_what_several_add_to_the_kernels_is_there_afterwards(kept, tmp_path):
+def test_what_one_of_several_adds_to_the_kernels_is_there_afterwards(kept, tmp_path):
+    """Of two that add to the same, the first; joined, XLA may refuse them."""
     first, second = (Kernels(kept, tmp_path / name) for name in ("one", "two"))
     first.keep()
     assert kept.get(Kernels.NAME) is None
@@ -62,11 +63,11 @@ def test_what_several_add_to_the_kernels_is_there_afterwards(kept, tmp_path):
     first.keep()
     second.keep()
     later = Kernels(kept, tmp_path / "three")
-    assert later.file.read_bytes() == b"ab"
+    assert later.file.read_bytes() == b"a"
     with later.file.open("ab") as file:
         file.write(b"c")
     later.keep()
-    assert kept.get(Kernels.NAME) == b"abc"
+    assert kept.get(Kernels.NAME) == b"ac"
 
 
 @pytest.mark.skipif(compiled_once.folder() is None, reason="JAXTENSILE_TESTS_CACHE=off")
