@@ -195,7 +195,12 @@ def compared(name: str, ours: Iterable[dict[str, Any]], plain: Iterable[dict[str
 
 def _line(error: str) -> str:
     lines = [line.strip() for line in error.splitlines() if line.strip()]
-    return re.sub(r"/\S*/", "", lines[0] if lines else "")[:300]
+    return _without_folders(lines[0] if lines else "")[:300]
+
+
+def _without_folders(text: str) -> str:
+    """The text with the names of files alone, where it has paths of this machine."""
+    return re.sub(r"/\S*/", "", text)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -286,7 +291,7 @@ def _reason(test: dict[str, Any]) -> str:
 def _why(told: Path) -> str:
     """Why a file had no test that ran."""
     errors = [line for line in told.read_text(errors="replace").splitlines() if line.startswith("E  ")]
-    return re.sub(r"/\S*/", "", errors[-1][1:].strip()) if errors else "no tests"
+    return _without_folders(errors[-1][1:].strip()) if errors else "no tests"
 
 
 def _save(path: Path, machine: dict[str, Any], library: str, tests: Path, mode: str, row: dict[str, Any]) -> None:

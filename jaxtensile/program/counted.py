@@ -8,7 +8,7 @@ Invariant: the same elements are read and written. XLA makes the counted indices
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -18,9 +18,19 @@ from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.ir.ir import producers
+from jaxtensile.passes.lifetimes.fusion import SCATTERS
 from jaxtensile.program.trace import Equation, Traced, exchanged
 
-_SCATTERS: Final = frozenset("scatter scatter-add scatter-mul scatter-min scatter-max".split())
+_OF_GATHER: Final = ("collapsed_slice_dims", "start_index_map", "operand_batching_dims", "start_indices_batching_dims")
+_OF_SCATTER: Final = (
+    "inserted_window_dims",
+    "scatter_dims_to_operand_dims",
+    "operand_batching_dims",
+    "scatter_indices_batching_dims",
+)
+_NUMBERS: Final = {"gather": _OF_GATHER, **dict.fromkeys(SCATTERS, _OF_SCATTER)}
+"""Dimension numbers by primitive: of the array's dimensions, those that a window has not and those that are indexed;
+the batch dimensions of the array and of the indices."""
 
 
 class _Count(NamedTuple):
@@ -52,12 +62,9 @@ class _Counts:
 
     def of(self, equation: Equation) -> _Count | None:
         """What an equation's indices count; None: nothing, or they are all that it reads by."""
-        if equation.eqn is None or equation.eqn.primitive.name not in ("gather", *_SCATTERS):
+        if equation.eqn is None or equation.eqn.primitive.name not in _NUMBERS:
             return None
-        name = equation.eqn.primitive.name
-        numbers = equation.eqn.params["dimension_numbers"]
-        to = numbers.start_index_map if name == "gather" else numbers.scatter_dims_to_operand_dims
-        gone = numbers.collapsed_slice_dims if name == "gather" else numbers.inserted_window_dims
+        gone, to, *_ = _numbers(equation.eqn)
         source, indices = (_shape(v) for v in equation.eqn.invars[:2])
         parts = self._parts(equation.operands[1], len(indices) - 1)
         if len(to) < 2 or len(parts) != len(to):
@@ -134,31 +141,26 @@ def _batched(equation: Equation, count: _Count, read: Callable[[Any], Any]) -> S
     parts = [lax.slice_in_dim(indices, k, k + 1, axis=last) for k in range(indices.shape[last]) if k != count.part]
     operands[1] = lax.concatenate(parts, last) if len(parts) > 1 else parts[0]
     numbers = eqn.params["dimension_numbers"]
-    names = _NAMES["gather" if eqn.primitive.name == "gather" else "scatter"]
-    gone, to, of_operand, of_indices = (getattr(numbers, name) for name in names)
+    gone, to, of_operand, of_indices = _numbers(eqn)
     pairs = sorted([*zip(of_operand, of_indices, strict=True), (count.of, count.dim)])
-    changed: Mapping[str, tuple[int, ...]] = {
-        names[0]: tuple(d for d in gone if d != count.of),
-        names[1]: tuple(d for d in to if d != count.of),
-        names[2]: tuple(d for d, _ in pairs),
-        names[3]: tuple(d for _, d in pairs),
-    }
-    # Which indices are in order or occur once is known of all together, not of those of a batch.
-    params = {**eqn.params, "dimension_numbers": numbers._replace(**changed), "indices_are_sorted": False}
+    changed = (
+        tuple(d for d in gone if d != count.of),
+        tuple(d for d in to if d != count.of),
+        tuple(d for d, _ in pairs),
+        tuple(d for _, d in pairs),
+    )
+    numbers = numbers._replace(**dict(zip(_NUMBERS[eqn.primitive.name], changed, strict=True)))
+    # All indices together may be in order where those of a batch are not.
+    params = {**eqn.params, "dimension_numbers": numbers, "indices_are_sorted": False}
     with _compat.equation_context(eqn, equation.stack):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return [out]
 
 
-_NAMES: Final = {
-    "gather": ("collapsed_slice_dims", "start_index_map", "operand_batching_dims", "start_indices_batching_dims"),
-    "scatter": (
-        "inserted_window_dims",
-        "scatter_dims_to_operand_dims",
-        "operand_batching_dims",
-        "scatter_indices_batching_dims",
-    ),
-}
+def _numbers(eqn: Any) -> tuple[tuple[int, ...], ...]:
+    """The dimension numbers that ``_NUMBERS`` names."""
+    numbers = eqn.params["dimension_numbers"]
+    return tuple(getattr(numbers, name) for name in _NUMBERS[eqn.primitive.name])
 
 
 def _dim_of(constant: np.ndarray[Any, Any] | None) -> int | None:

@@ -71,16 +71,16 @@ def without_recomputation(
     if not changed:
         return None
     stacks: dict[Slot, Any] = {}
+    last = max(changed)
 
     def scan(i: int, read: Callable[[Any], Any]) -> Sequence[Any]:
         made = _scan(traced.equations[i], loops[i], i, stacks, read)
-        if i == max(changed):
+        if i == last:
             stacks.clear()  # tracers that outlived their trace would be a leak
         return made
 
-    return exchanged(traced, closed, {i: partial(scan, i) for i in changed}), {
-        i: len(loop.stacked) for i, loop in loops.items() if loop.stacked
-    }
+    new = exchanged(traced, closed, {i: partial(scan, i) for i in changed})
+    return new, {i: len(loop.stacked) for i, loop in loops.items() if loop.stacked}
 
 
 class _Search:

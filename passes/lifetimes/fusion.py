@@ -55,10 +55,8 @@ REDUCTIONS = frozenset(
     reduce_window reduce_window_sum reduce_window_max reduce_window_min""".split()
 )
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-IN_PLACE = frozenset(
-    """scatter scatter-add scatter_add scatter-sub scatter-mul scatter_mul scatter-min scatter-max scatter_min
-    scatter_max dynamic_update_slice""".split()
-)
+SCATTERS = frozenset("scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter-max".split())
+IN_PLACE = SCATTERS | frozenset("scatter-sub scatter_min scatter_max dynamic_update_slice".split())
 """Write into operand 0 if nobody reads it afterwards."""
 DECOMPOSITIONS = frozenset("cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal".split())
 """Library calls that write over a copy of their operand."""

@@ -24,13 +24,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxtensile.ir.ir import Graph, Op, OpId, ValueId, consumers
-from jaxtensile.passes.lifetimes.fusion import ELEMENTWISE, MOVES, PRODUCTS, REDUCTIONS, VIEWS
+from jaxtensile.passes.lifetimes.fusion import ELEMENTWISE, MOVES, PRODUCTS, REDUCTIONS, SCATTERS, VIEWS
 from jaxtensile.units import Bytes
 
 BARRIER = "optimization_barrier"
 LIBRARY = frozenset("sort fft cholesky triangular_solve lu geqrf householder_product eigh svd".split())
 """Kernels that write all of their results, perhaps over their operands."""
-SCATTERS = frozenset("scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter-max".split())
 FUSIBLE = ELEMENTWISE | MOVES | VIEWS | {"dynamic_update_slice"}
 
 _SMALL = 256

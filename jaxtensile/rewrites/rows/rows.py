@@ -29,7 +29,6 @@ SAME = "same"
 TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min"}
 _REDUCTIONS = frozenset({*TOTALS, "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"})
 _CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
-_SCATTERS = frozenset("scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter-max".split())
 _WINDOWS = frozenset("reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split())
 _PLACES = ("sharding", "out_sharding")
 
@@ -417,6 +416,6 @@ _RULES: dict[str, Callable[[Any, tuple[Row | None, ...], int], Passing | None]] 
     "gather": _gather,
     **dict.fromkeys(_REDUCTIONS, _reduction),
     **dict.fromkeys(_CUMULATIVE, _along("axis")),
-    **dict.fromkeys(_SCATTERS, _scatter),
+    **dict.fromkeys(fusion.SCATTERS, _scatter),
     **dict.fromkeys(_WINDOWS, _windows),
 }
