@@ -45,7 +45,7 @@ from jaxtensile.spmd.local_graph import Local, local_graph, whole
 from jaxtensile.spmd.local_shapes import Sharded, local_shapes, sharded
 from jaxtensile.spmd.location import device_name, is_nowhere, location, profile_of
 from jaxtensile.units import Bytes, Seconds, format_bytes
-from jaxtensile.xla.compile import RECOMPUTES, compile_program, not_recomputing
+from jaxtensile.xla.compile import RECOMPUTES, compile_program, not_recomputing, sooner
 from jaxtensile.xla.compilers import compiler_of
 from jaxtensile.xla.target import compiler_options, tracing_for
 
@@ -278,7 +278,10 @@ def _exactly(
     make, recomputes = functools.partial(_Optioned, plain), device.backend.recomputes
     counts = device if device.backend.takes_all else None
     with tracing_for(args=placed), in_force(target):
-        compiled = compile_program(make, placed, {}, not_recomputing(device.backend, options), counts=counts)
+        trial = sooner(device.backend, options)
+        compiled = compile_program(
+            make, placed, {}, not_recomputing(device.backend, options), counts=counts, trial=trial
+        )
         use = compiled.memory
         again, spared, seconds = compiled.again, None, compiled.seconds
         if recomputes and use is not None and use.device > RECOMPUTES * device.capacity:

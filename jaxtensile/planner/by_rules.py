@@ -8,6 +8,7 @@ were nearer. So its own are tried first, and believed as long as XLA needs about
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from jaxtensile.clock import Watch
@@ -47,6 +48,22 @@ def fitted(
 
     The arguments are those of ``pipeline.fit``. ``earlier``: a page of the same program that comes before.
     """
+    found = _fitted(request, watch, prepare, baseline, plans, aim, earlier)
+    if found.report.compiled.device <= request.budget:
+        return found
+    # A trial had fewer bytes than the same program compiled in full, which was never seen.
+    return _fitted(replace(request, in_full=True), watch, prepare, baseline, plans, aim, None)
+
+
+def _fitted(
+    request: Request,
+    watch: Watch,
+    prepare: Prepare | None,
+    baseline: bool,
+    plans: Plans | None,
+    aim: Bytes | None,
+    earlier: Page | None,
+) -> Fitted:
     own, first = None, None
     rules = _own_rules(request) if aim is None else None
     if rules is not None:

@@ -219,20 +219,19 @@ class Page:
 
     def unchanged(self) -> Fitted:
         """The user's own function, which fits."""
-        plain = self.compiles.plain
-        assert plain is not None
+        plain = self.compiles.own_in_full()
         told = self.report(None, plain, self.program.bound, 0)
         return Fitted(jitted=plain.jitted, evaluate=None, options=plain.options, report=told)
 
     def planned(self, made: Made, bound: Bound, rounds: int) -> Fitted:
         """The planned program, which fits."""
-        self.made = made
+        self.made = made = self.compiles.in_full(made)
         if self.baseline:
             self.compiles.own()
         compiled = made.compiled
         if made.variant.parts > 1:
             bound = self.less(bound, made.variant)
-        if self.keeps(made):
+        if made.fits and self.keeps(made):
             self.keep(made, self.request.budget)
         told = self.report(made, compiled, bound, rounds)
         state = frozenset(leaf.argument for leaf in self.request.state)

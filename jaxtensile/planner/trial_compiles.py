@@ -1,4 +1,8 @@
-"""Compiled programs of a request and XLA's figures: each compiled once, and timed."""
+"""Compiled programs of a request and XLA's figures: each compiled once, and timed.
+
+Where a compiler is sooner done without its optimizations, which change no bytes, only what will run is compiled in
+full.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from jaxtensile.program.emit import emit
 from jaxtensile.search.made import BY_XLA, Made
 from jaxtensile.search.request import Evaluate, Request
 from jaxtensile.search.variant import Variant, program_key
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 from jaxtensile.xla.compile import (
     RECOMPUTES,
@@ -32,6 +37,7 @@ from jaxtensile.xla.compile import (
     not_recomputing,
     planned_options,
     recomputing,
+    sooner,
     within,
 )
 from jaxtensile.xla.kernel_time import timed
@@ -71,6 +77,9 @@ class TrialCompiles:
         self.request, self.clock = request, clock
         self._options = not_recomputing(request.device.backend, request.options)
         self._small = predicted <= SMALL * request.device.capacity
+        self._trial = {} if request.in_full or not on("trials") else sooner(request.device.backend, request.options)
+        self._may_run = predicted <= request.shards * request.budget
+        """Whether the program as it is may be what will run."""
         self.plain: Compiled | None = None
         """The user's own function."""
         self._as_it_is: dict[bool, Compiled] = {}
@@ -95,8 +104,23 @@ class TrialCompiles:
             # With other options than the user's the function is traced again.
             options = request.options if self._small else self._options
             with self.clock("compile plain"), faults.of_the_user(meanwhile) as ahead:
-                self.plain = self._compiled(None, request.args, request.kwargs, options, ahead)
+                self.plain = self._compiled(None, request.args, request.kwargs, options, ahead, self._may_run)
         return self.plain
+
+    def own_in_full(self) -> Compiled:
+        """The user's own function, to be run."""
+        if self.own().jitted is None:
+            self.plain, self._may_run = None, True
+        return self.own()
+
+    def in_full(self, made: Made) -> Made:
+        """A planned program, to be run. Its bytes are those of this compile: a trial is no proof."""
+        if made.compiled.jitted is not None:
+            return made
+        args, kwargs = self.request.arguments()
+        with self.clock("compile planned"):
+            compiled = self._compiled(made.evaluate, args, kwargs, made.compiled.options, to_run=True)
+        return replace(made, compiled=compiled)
 
     def _compiled(
         self,
@@ -105,11 +129,19 @@ class TrialCompiles:
         kwargs: Any,
         options: Options,
         meanwhile: Callable[[], object] | None = None,
+        to_run: bool = False,
     ) -> Compiled:
         request = self.request
         counts = request.device if request.device.backend.takes_all else None
         return compile_program(
-            lambda o: request.make(evaluate, o), args, kwargs, options, meanwhile, counts, self._clock_of_kernels
+            lambda o: request.make(evaluate, o),
+            args,
+            kwargs,
+            options,
+            meanwhile,
+            counts,
+            self._clock_of_kernels,
+            {} if to_run else self._trial,
         )
 
     @property
@@ -162,7 +194,8 @@ class TrialCompiles:
             # What waits on the host comes in as early as there is room for it.
             options = within(options, request.device.capacity - max(request.budget, plan.predicted.device))
         with self.clock("compile undone" if variant.undone is not None else "compile streamed"):
-            compiled = self._compiled(evaluate, args, kwargs, options, meanwhile)
+            to_run = plan.predicted.device <= request.budget
+            compiled = self._compiled(evaluate, args, kwargs, options, meanwhile, to_run)
         self._as_it_is[variant.undone is not None] = compiled
         return Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate)
 
@@ -220,12 +253,15 @@ class TrialCompiles:
         best = self._ways[choice]
         others = () if only else (way for way in self._ways if way is not best)
         self._learned[plan.offload_bytes > 0] = [best, *others]
+        trial, self._trial = self._trial, {}  # it fitted before
         try:
             if plan.changes_nothing and variant.as_it_is:
                 return self.unplanned(variant) if variant.undone is not None else self.as_it_is(variant, plan)
             return self.planned(variant, plan)
         except jax.errors.JaxRuntimeError:
             return None
+        finally:
+            self._trial = trial
 
     def _best_way(self, variant: Variant, plan: Plan, once: bool, learned: bool, best: bool) -> Made:
         # With bytes on the host control dependencies help up to much more than the little that they cost; without,

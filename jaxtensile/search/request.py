@@ -58,7 +58,8 @@ class Request:
     each flat argument is divided over several devices; empty on one. ``manual``: on several devices, its program is
     that of one, with collectives as ops; ``within``: where such a program is traced. ``local``: gives its programs the
     sizes of one device; None if they are not known. ``sizes``: finds that, with notes; it takes seconds, so it is asked
-    where a plan is needed. ``notes``: for its report. ``faults``: failed parts of the planner, which are left out.
+    where a plan is needed. ``notes``: for its report. ``in_full``: whether all is compiled with all
+    optimizations, also for its bytes alone. ``faults``: failed parts of the planner, which are left out.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Request:
     local: Local | None = None
     sizes: Callable[[], tuple[Local | None, tuple[str, ...]]] | None = None
     notes: tuple[str, ...] = ()
+    in_full: bool = False
     faults: Faults = field(default_factory=Faults, compare=False, repr=False)
 
     @property

@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+
+import jax
 
 from jaxtensile import _compat
 from jaxtensile.devices.backends import Backend
@@ -44,7 +47,8 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CompileTimeHbmOom", "Ran out of memory"
 class Compiled:
     """One executable: its jit object and XLA's allocation.
 
-    ``memory`` is None if the compiler ran out of memory; ``refusal`` is then its message.
+    ``jitted`` is None after a trial, of which nothing is run. ``memory`` is None if the compiler ran out of memory;
+    ``refusal`` is then its message.
     """
 
     jitted: Any
@@ -72,19 +76,21 @@ def compile_program(
     meanwhile: Callable[[], object] | None = None,
     counts: DeviceProfile | None = None,
     clock: Callable[[str], CompiledTime | None] | None = None,
+    trial: Options = MappingProxyType({}),
 ) -> Compiled:
     """Compile ``make(options)`` (a jit object) for the arguments and read its allocation.
 
     ``meanwhile``: called while XLA compiles in another thread. ``counts``: device for counting XLA's recomputation.
-    ``clock``: step time of the compiled text.
+    ``clock``: step time of the compiled text. ``trial``: options to add where only figures are wanted.
     """
     started = time.perf_counter()
     notes: tuple[str, ...] = ()
     for attempt in _attempts(options):
-        jitted = make(attempt)
+        made = make({**attempt, **trial})
+        jitted = None if trial else made
         try:
             # Only XLA's part runs elsewhere: tracing and lowering read this thread's configuration.
-            lowered = _compat.lower(jitted, args, kwargs)
+            lowered = _compat.lower(made, args, kwargs)
             kernels = kernel_cache(lowered, attempt)
             if meanwhile is None:
                 executable = lowered.compile(kernels)
@@ -134,6 +140,13 @@ def memory_of(executable: Any) -> MemoryUse:
         - int(m.host_alias_size_in_bytes),
         exact=True,
     )
+
+
+def sooner(backend: Backend, options: Options) -> Options:
+    """Options to add to ``options`` for a trial; none where the user has chosen how much is optimized."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    chosen = any(name in options or name in flags for name in backend.sooner)
+    return {} if chosen or jax.config.read("jax_disable_most_optimizations") else backend.sooner
 
 
 def within(options: Options, spare: Bytes) -> Options:

@@ -69,8 +69,8 @@ class Compiler:
 
         return solving
 
-    def __call__(self, make, args, kwargs, options, meanwhile=None, counts=None, clock=None):
-        made = COMPILE(make, args, kwargs, options, meanwhile, counts, clock)
+    def __call__(self, make, args, kwargs, options, *rest):
+        made = COMPILE(make, args, kwargs, options, *rest)
         self.options.append(dict(options))
         if not self.solved:
             return made
@@ -82,6 +82,21 @@ class Compiler:
         self.given.append(use.device + add)
         time = self.took and CompiledTime(self.took[len(self.given) - 1], 0.0, 1)
         return replace(made, memory=replace(use, temp=use.temp + add, exact=True), time=time)
+
+
+def test_where_a_trial_promises_too_little_the_program_is_planned_anew_without_any(monkeypatch):
+    trials = []
+
+    def compiling(make, args, kwargs, options, *rest):
+        made, trial = COMPILE(make, args, kwargs, options, *rest), bool(rest[-1])
+        trials.append(trial)
+        return made if trial else replace(made, memory=replace(made.memory, temp=int(1.2 * made.memory.temp)))
+
+    monkeypatch.setattr(trial_compiles, "compile_program", compiling)
+    fitted = fit(job(tight(0.7), options={}))
+    assert fitted.report.fits and not fitted.report.unchanged and fitted.jitted is not None
+    full = trials.index(False)
+    assert full > 0 and len(trials) > full + 1 and not any(trials[full:])
 
 
 def test_what_fits_is_compiled_once_and_left_alone(monkeypatch):

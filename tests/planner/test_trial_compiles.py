@@ -6,6 +6,7 @@ from math import inf
 import jax
 import pytest
 
+from jaxtensile import switches
 from jaxtensile.clock import Clock, nothing
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import MemoryUse
@@ -31,19 +32,22 @@ class Scripted:
     def __init__(self, monkeypatch, budget):
         self.budget, self.answers, self.asked = budget, list[float | None](), 0
         self.options: list[Options] = []
+        self.trials: list[bool] = []
         self.host = 1 << 20
         monkeypatch.setattr(compiles, "compile_program", self)
 
-    def __call__(self, make, args, kwargs, options, meanwhile=None, counts=None, clock=None):
+    def __call__(self, make, args, kwargs, options, meanwhile=None, counts=None, clock=None, trial=()):
         self.asked += 1
         self.options.append(options)
+        self.trials.append(bool(trial))
         answer = self.answers.pop(0)
         if answer is None:
             raise jax.errors.JaxRuntimeError("INTERNAL: no")
+        jitted = None if trial else self.asked
         if answer == inf:
-            return Compiled(jitted=self.asked, memory=None, options=options, seconds=0.0, refusal="no memory")
+            return Compiled(jitted=jitted, memory=None, options=options, seconds=0.0, refusal="no memory")
         use = MemoryUse(argument=0, output=0, temp=int(answer * self.budget), alias=0, host=self.host, exact=True)
-        return Compiled(jitted=self.asked, memory=use, options=options, seconds=0.0)
+        return Compiled(jitted=jitted, memory=use, options=options, seconds=0.0)
 
 
 def half(device, host_budget, **more):
@@ -137,3 +141,49 @@ def test_more_on_the_host_than_is_allowed_is_no_plan(monkeypatch):
     for host, misplaced in ((0, True), (1, False), (GIB, False), (GIB + 1, True)):
         compiler.answers, compiler.host = [0.9], host
         assert compiles.planned(variant, plan).misplaced == misplaced
+
+
+def on_a_cpu(monkeypatch, **more):
+    """A plan for a CPU whose compiler is told what to say."""
+    variant, plan, compiles = half(profile("cpu"), 0, options={}, **more)
+    return variant, plan, compiles, Scripted(monkeypatch, plan.predicted.device)
+
+
+def test_what_will_run_is_compiled_in_full_and_only_that(monkeypatch):
+    variant, plan, compiles, compiler = on_a_cpu(monkeypatch)
+    compiler.answers = [1.1, 0.9, 0.95]
+    made = compiles.planned(variant, plan)
+    assert made.compiled.jitted is None and compiler.trials == [True, True]
+    full = compiles.in_full(made)
+    assert full.compiled.jitted is not None and compiler.trials == [True, True, False]
+    assert full.compiled.options == made.compiled.options and full.compiled.device > made.compiled.device
+    assert compiles.in_full(full) is full and compiler.answers == []
+
+
+@pytest.mark.parametrize("chosen", ["options", "flags", "config", "request", "switch"])
+def test_who_chose_how_much_is_optimized_gets_no_trials(chosen, monkeypatch):
+    (option,) = profile("cpu").backend.sooner
+    more = {"options": {option: 2}} if chosen == "options" else {"in_full": True} if chosen == "request" else {}
+    if chosen == "flags":
+        monkeypatch.setenv("XLA_FLAGS", f"--{option}=1")
+    jax.config.update("jax_disable_most_optimizations", chosen == "config")
+    try:
+        with switches.off(*["trials"] if chosen == "switch" else []):
+            variant, plan, compiles = half(profile("cpu"), 0, **{"options": {}, **more})
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    compiler = Scripted(monkeypatch, plan.predicted.device)
+    compiler.answers = [0.9]
+    assert compiles.planned(variant, plan).compiled.jitted is not None and compiler.trials == [False]
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_the_program_as_it_is_is_compiled_in_full_where_it_may_fit(share, monkeypatch):
+    variant = half(profile("cpu"), 0)[0]
+    budget = int(share * variant.plain.device)
+    compiles = TrialCompiles(job(budget, args=ARGS, options={}), Clock(nothing), variant.plain.device)
+    compiler = Scripted(monkeypatch, budget)
+    compiler.answers = [0.9, 0.9]
+    assert (compiles.own().jitted is None) == (share < 1)
+    assert compiles.own_in_full().jitted is not None and compiles.own().jitted is not None
+    assert compiler.trials == ([True, False] if share < 1 else [False])

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtensile.devices.backends import CPU, CUDA, TPU
 from jaxtensile.units import MIB
 from jaxtensile.xla import compile as compiling
-from jaxtensile.xla.compile import RESERVED, compile_program, memory_of, planned_options, within
+from jaxtensile.xla.compile import RESERVED, compile_program, memory_of, planned_options, sooner, within
 from programs import FAST
 
 COMPILES: list[str] = []
@@ -32,6 +32,31 @@ def test_the_sum_is_xla_own():
     assert made.memory.output == analysis.output_size_in_bytes == 4
     assert made.memory.temp == analysis.temp_size_in_bytes >= 64 * 16 * 4
     assert made.device == made.memory.argument + made.memory.output + made.memory.temp - made.memory.alias
+
+
+def _scanned(w, x):
+    return lax.scan(lambda c, _: (jnp.tanh(c @ w), c.sum()), x, None, length=20)[0].sum()
+
+
+def _sorted(w, x):
+    return (jnp.sort(jnp.fft.irfft(jnp.fft.rfft(x @ w) * 2), axis=0) ** 2).sum()
+
+
+def _pooled(w, x):
+    images = jnp.maximum(x.reshape(4, 16, 16, 8), 0) * w[0, 0]
+    filters = w[:12, :48].reshape(3, 3, 8, 8)
+    images = lax.conv_general_dilated(images, filters, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return lax.reduce_window(jnp.sin(images), -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").sum()
+
+
+@pytest.mark.parametrize("fun", [_scanned, _sorted, _pooled])
+def test_a_trial_takes_the_bytes_of_what_runs_and_is_not_run(fun):
+    args = jnp.ones((64, 64)), jnp.ones((128, 64))
+    trial = sooner(CPU, {})
+    assert trial
+    full, tried = (compile_program(jit_of(jax.grad(fun)), args, {}, {}, None, None, None, t) for t in ({}, trial))
+    assert tried.memory == full.memory and full.memory.temp > 0
+    assert (tried.jitted, tried.options) == (None, full.options) and full.jitted is not None
 
 
 def test_donated_bytes_are_counted_once():
