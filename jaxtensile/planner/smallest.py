@@ -21,22 +21,20 @@ class Smallest:
         self.request, self.compiles, self.rounds = rounds.request, rounds.compiles, rounds
 
     def glance(self, candidates: Candidates) -> tuple[Made | None, int]:
-        """The smallest plan, compiled in one way, for a hopeless budget; and the number compiled.
+        """The smallest plan, compiled in one way, for a hopeless budget; and the number compiled. The schedulers of a
+        CPU differ by up to a factor of two: there it is compiled in each.
 
-        The error then names a compiled figure, if somewhat higher than for a near budget. Others are compiled only if
-        XLA adds much to the first.
+        The error then names a compiled figure, if somewhat higher than for a near budget. Others are planned and
+        compiled only if XLA adds much to the first.
         """
         best: Made | None = None
-        count = 0
-        plans = [
-            self.rounds.cheapest(anew, 0)
-            for host in with_and_without_host(candidates)
-            for anew in (host, *host.without_early_updates())
-        ]
-        for variant, plan in sorted(plans, key=lambda found: found[1].predicted.device):
+        count, once = 0, len(self.request.device.backend.schedulers) == 1
+        others = (anew for host in with_and_without_host(candidates) for anew in (host, *host.without_early_updates()))
+        for anew in others:
+            variant, plan = self.rounds.cheapest(anew, 0)
             if plan.changes_nothing and variant.as_it_is:
-                break
-            made, count = self.compiles.planned(variant, plan, once=True), count + 1
+                continue
+            made, count = self.compiles.planned(variant, plan, once=once), count + 1
             if made is None or made.compiled.memory is None or made.misplaced:
                 continue
             best = made if best is None or made.compiled.device < best.compiled.device else best

@@ -338,7 +338,9 @@ class Candidates:
 
     def _about(self, smallest: tuple[Variant, Plan]) -> tuple[Variant, Plan]:
         """The cheapest plan of about as many bytes: compilers rarely reward saving the last ones."""
-        return cheapest(self.variants, int(ABOUT * smallest[1].predicted.device))
+        about = int(ABOUT * smallest[1].predicted.device)
+        found = cheapest(self.variants, about, least=False)
+        return found if found[1].predicted.device <= about else smallest
 
     def smallest(self) -> tuple[Variant, Plan]:
         """The smallest plan if nothing fits, independent of earlier calls."""
