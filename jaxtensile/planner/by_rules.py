@@ -9,6 +9,7 @@ were nearer. So its own are tried first, and believed as long as XLA needs about
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from jaxtensile.clock import Watch
@@ -16,6 +17,7 @@ from jaxtensile.errors import BudgetError
 from jaxtensile.ir.fuser import H200, Fuser
 from jaxtensile.ir.ir import fused_by
 from jaxtensile.ir.plan import Prepare
+from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.planner.as_written import as_written, planned_as_written
 from jaxtensile.planner.build_report import cannot
 from jaxtensile.planner.page import CACHE, Page, opened
@@ -31,6 +33,8 @@ from jaxtensile.xla.compilers import compiler_of
 
 DOUBTED: Final = 1.1
 """Times the prediction at which these rules are given up. A guess."""
+NEARER: Final = 1.25
+"""These rules are kept if an H200's miss the plain program by so much more. A guess."""
 ROOMY: Final = 0.9
 """Share of the prediction below which a plan may do too much. A guess."""
 
@@ -70,6 +74,8 @@ def _fitted(
         own, first, sure = _by_own_rules(request, rules, watch, prepare, baseline, plans)
         if first is not None and sure:
             return first
+        if first is None and _miss(own) > 1:
+            return _held_on_to(own, rules)
         earlier = own
     page = opened(request, watch, prepare, baseline)
     page.aim = aim
@@ -87,7 +93,12 @@ def _fitted(
         others = by_the_others()
     except BudgetError as error:
         if first is None:
-            named = _named_by(own, rules, error.needs) if own is not None and rules is not None else None
+            if own is None or rules is None:
+                raise
+            own.compiles.plain = own.compiles.plain or page.compiles.plain
+            if _miss(own) > 1:
+                return _held_on_to(own, rules)
+            named = _named_by(own, rules, error.needs)
             if named is None:
                 raise
             raise named from None
@@ -119,11 +130,18 @@ def _by_own_rules(
             return page, None, False
         if page.program.predicted.device > request.budget and not _at_hand(page):
             return page, None, False
-        page.keeps, page.rounds.doubts = _used_up, _doubted
+        page.keeps, page.rounds.doubts = _used_up, partial(_doubted, page)
         found = without_checkpoints(page)
         if found is None and not page.rounds.doubted:
             found = planned_as_written(page)
         return page, found, page.made is None or _used_up(page.made)
+
+
+def _held_on_to(own: Page, rules: Fuser) -> Fitted:
+    """The program by ``rules`` alone, with the last resorts. Raises ``BudgetError``."""
+    with with_rules_of(rules):
+        own.rounds.trust()
+        return without_checkpoints(own) or as_written(own)
 
 
 def _ended_with_the_others(page: Page, plans: Plans | None) -> bool:
@@ -160,9 +178,20 @@ def _quicker(first: Fitted, second: Fitted) -> Fitted:
     return second if second.report.unchanged or second.report.overhead < first.report.overhead else first
 
 
-def _doubted(made: Made) -> bool:
+def _doubted(page: Page, made: Made) -> bool:
     """Whether XLA needs so much for a plan that these rules are not those by which it fuses this program."""
-    return made.compiled.device > DOUBTED * made.plan.predicted.device
+    return made.compiled.device > DOUBTED * _miss(page) * made.plan.predicted.device
+
+
+def _miss(page: Page) -> float:
+    """XLA's bytes for the plain program, as a multiple of what these rules say, if those of an H200 miss by more; else
+    1."""
+    plain = page.compiles.plain
+    if plain is None or plain.memory is None:
+        return 1.0
+    theirs = live_ranges(fused_by(page.program.traced.graph, H200), together=True).use().device
+    own, other = plain.device / page.program.predicted.device, plain.device / theirs
+    return own if 1 < own < other / NEARER else 1.0
 
 
 def _used_up(made: Made) -> bool:

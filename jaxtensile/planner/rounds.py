@@ -53,6 +53,10 @@ class Rounds:
         self.doubted = False
         """Whether it did: nothing more is planned by this model."""
 
+    def trust(self) -> None:
+        """Doubt the model no more."""
+        self.doubts, self.doubted = lambda _: False, False
+
     @property
     def scale(self) -> float:
         """Model bytes per byte on one device; across shards, from the plain program."""

@@ -46,9 +46,9 @@ KERNELS = "the account of compiled kernels"
 SMALL = 0.5 * RECOMPUTES
 """Share of the device: programs predicted below it are far from XLA:GPU's own recomputation. A guess: half of its
 threshold."""
-APART, LEAST_APART = 2.0, 0.01
-"""Times what another way has saved over the first at most so far, and share of the bytes at least: by so much it may
-be better. Guesses."""
+APART, LEAST_APART, RESCHEDULED = 2.0, 0.01, 0.15
+"""Another way may be better by so many times what one has saved so far, and by these shares of the bytes at least,
+without and with another scheduler. Guesses."""
 NARROWLY = 1.05
 """Plans with bytes on the host that miss by no more than this factor are also compiled without control dependencies. A
 guess."""
@@ -341,7 +341,8 @@ class TrialCompiles:
         """Whether a program exceeds the budget by more than another way may save."""
         if self._saved is None or made.compiled.memory is None:
             return False
-        return made.compiled.device > (1 + max(APART * self._saved, LEAST_APART)) * self.request.budget
+        least = RESCHEDULED if len(self.request.device.backend.schedulers) > 1 else LEAST_APART
+        return made.compiled.device > (1 + max(APART * self._saved, least)) * self.request.budget
 
     def _is_far(self, made: Made) -> bool:
         """Whether a program exceeds the budget by more than control dependencies could cost."""

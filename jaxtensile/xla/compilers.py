@@ -116,15 +116,20 @@ class Compiler:
         return self.lowered(graph).graph if _shares(graph) else graph
 
     def with_workspaces(self, graph: Graph) -> Graph:
-        """The graph with a workspace on each product by groups; the same object if there are none."""
+        """The graph with a workspace on each product by groups, and on a CPU on each gradient of a max pool; the same
+        object if there are none."""
         ops = tuple(map(partial(self._with_workspace, graph), graph.ops))
         return graph if all(map(is_, ops, graph.ops)) else replace(graph, ops=ops)
+
+    def _expands(self, op: Op) -> bool:
+        """Whether it makes an index array per axis for the gradient of a max pool (``expanded_pools``)."""
+        return op.primitive == "select_and_scatter_add" and self.kind == CPU.name
 
     def _with_workspace(self, graph: Graph, op: Op) -> Op:
         bodies = tuple(map(self.with_workspaces, op.bodies))
         if not all(map(is_, bodies, op.bodies)):
             return replace(op, bodies=bodies)
-        if not op.groups or not self.spreads:
+        if not (self._expands(op) or (op.groups and self.spreads)):
             return op
         ids = {v: ValueId(n) for n, v in enumerate(dict.fromkeys((*op.operands, *op.results)))}
         operands, results = (tuple(ids[v] for v in of) for of in (op.operands, op.results))

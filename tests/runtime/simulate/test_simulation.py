@@ -80,7 +80,15 @@ def test_who_copies_and_who_computes_do_not_wait_for_each_other():
 def test_jobs_take_turns_where_their_temporaries_do_not_fit_together():
     it = on(26, job("a", takes=0.001), job("b", takes=0.001))
     assert all(o.rungs == {1: 50} and o.turns > 20 for o in it.outcomes)
-    assert ended(it) == pytest.approx(10.0, rel=0.05) and it.machines["machine"].most[GPU] <= 26
+    assert ended(it) == pytest.approx(10.0, rel=0.05) and it.machines["machine"].most[GPU] == 2 * 2 + 17
+
+
+def test_who_finds_no_room_waits_from_its_request_until_it_is_admitted():
+    first, second = job("first"), job("second", starts=2.0, arrives=0.5)
+    it = on(10, first, second, gated=False)
+    before, after = it.outcomes
+    assert before.waited == pytest.approx(0.0, abs=0.01)
+    assert after.waited == pytest.approx(before.ended - 2.5, abs=0.1) and after.waited > 1.0
 
 
 def test_a_smaller_plan_runs_where_the_larger_one_does_not_fit():
