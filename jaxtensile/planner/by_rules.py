@@ -23,9 +23,11 @@ from jaxtensile.planner.build_report import cannot
 from jaxtensile.planner.page import CACHE, Page, opened
 from jaxtensile.planner.plan_cache import Plans, key_of
 from jaxtensile.planner.recall import recalled, remember, remembered
+from jaxtensile.planner.trial_compiles import TrialCompiles
 from jaxtensile.planner.without_checkpoints import without_checkpoints
 from jaxtensile.program.trace import with_rules_of
 from jaxtensile.search.made import Made
+from jaxtensile.search.modelled import Modelled
 from jaxtensile.search.request import Fitted, Request
 from jaxtensile.switches import on
 from jaxtensile.units import Bytes
@@ -68,14 +70,16 @@ def _fitted(
     aim: Bytes | None,
     earlier: Page | None,
 ) -> Fitted:
-    own, first = None, None
+    own, first, held = None, None, None
     rules = _own_rules(request) if aim is None else None
     if rules is not None:
         own, first, sure = _by_own_rules(request, rules, watch, prepare, baseline, plans)
         if first is not None and sure:
             return first
-        if first is None and _miss(own) > 1:
-            return _held_on_to(own, rules)
+        if first is None and _miss(own.compiles, own.program) > 1:
+            held = _held_on_to(own, rules)
+            if isinstance(held, Fitted):
+                return held
         earlier = own
     page = opened(request, watch, prepare, baseline)
     page.aim = aim
@@ -96,8 +100,12 @@ def _fitted(
             if own is None or rules is None:
                 raise
             own.compiles.plain = own.compiles.plain or page.compiles.plain
-            if _miss(own) > 1:
-                return _held_on_to(own, rules)
+            if held is None and _miss(own.compiles, own.program) > 1:
+                held = _held_on_to(own, rules)
+                if isinstance(held, Fitted):
+                    return held
+            if held is not None and None not in (held.needs, error.needs):
+                raise min(error, held, key=lambda e: e.needs) from None
             named = _named_by(own, rules, error.needs)
             if named is None:
                 raise
@@ -130,18 +138,22 @@ def _by_own_rules(
             return page, None, False
         if page.program.predicted.device > request.budget and not _at_hand(page):
             return page, None, False
-        page.keeps, page.rounds.doubts = _used_up, partial(_doubted, page)
+        page.keeps, page.rounds.doubts = _used_up, partial(_doubted, page.compiles, page.program)
         found = without_checkpoints(page)
         if found is None and not page.rounds.doubted:
             found = planned_as_written(page)
         return page, found, page.made is None or _used_up(page.made)
 
 
-def _held_on_to(own: Page, rules: Fuser) -> Fitted:
-    """The program by ``rules`` alone, with the last resorts. Raises ``BudgetError``."""
+def _held_on_to(own: Page, rules: Fuser) -> Fitted | BudgetError:
+    """The program by ``rules`` alone, with the last resorts, or what they say would fit."""
     with with_rules_of(rules):
         own.rounds.trust()
-        return without_checkpoints(own) or as_written(own)
+        own.keeps = lambda _: True
+        try:
+            return without_checkpoints(own) or as_written(own)
+        except BudgetError as error:
+            return error
 
 
 def _ended_with_the_others(page: Page, plans: Plans | None) -> bool:
@@ -178,19 +190,19 @@ def _quicker(first: Fitted, second: Fitted) -> Fitted:
     return second if second.report.unchanged or second.report.overhead < first.report.overhead else first
 
 
-def _doubted(page: Page, made: Made) -> bool:
+def _doubted(compiles: TrialCompiles, program: Modelled, made: Made) -> bool:
     """Whether XLA needs so much for a plan that these rules are not those by which it fuses this program."""
-    return made.compiled.device > DOUBTED * _miss(page) * made.plan.predicted.device
+    return made.compiled.device > DOUBTED * _miss(compiles, program) * made.plan.predicted.device
 
 
-def _miss(page: Page) -> float:
+def _miss(compiles: TrialCompiles, program: Modelled) -> float:
     """XLA's bytes for the plain program, as a multiple of what these rules say, if those of an H200 miss by more; else
     1."""
-    plain = page.compiles.plain
+    plain = compiles.plain
     if plain is None or plain.memory is None:
         return 1.0
-    theirs = live_ranges(fused_by(page.program.traced.graph, H200), together=True).use().device
-    own, other = plain.device / page.program.predicted.device, plain.device / theirs
+    theirs = live_ranges(fused_by(program.traced.graph, H200), together=True).use().device
+    own, other = plain.device / program.predicted.device, plain.device / theirs
     return own if 1 < own < other / NEARER else 1.0
 
 

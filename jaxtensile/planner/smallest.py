@@ -94,12 +94,14 @@ class Smallest:
                 yield self.compiles.planned(once.variant, once.plan, learned=False), host, 1
 
     def _with_what_is_left(self, candidates: Candidates, fits: Made, missed: Made | None) -> tuple[Made, int]:
-        """``fits``, or a plan with less work between it and ``missed``; and the number compiled."""
+        """``fits``, or a plan with less work: in fewer parts, or between it and ``missed``; and the number compiled."""
+        fits, count = self.rounds.in_fewer_parts(candidates, fits, 1)
         if missed is None or missed.compiled.memory is None:
-            return fits, 0
-        return self.rounds.cheaper(
+            return fits, count
+        cheaper, more = self.rounds.cheaper(
             candidates, fits, (missed.plan.predicted.device, int(missed.compiled.device * self.rounds.scale))
         )
+        return cheaper, count + more
 
 
 def _needs(found: tuple[Made, Candidates]) -> Bytes:

@@ -124,11 +124,10 @@ ONES = jnp.ones((128, 128))
 @pytest.mark.parametrize(
     "fun, x",
     [
-        (lambda key: jax.random.normal(key, (256, 256)).sum(0), jax.random.key(0)),
         (lambda x: jnp.linalg.svd(x), ONES),
         (lambda x: jnp.argsort(x.ravel()), ONES),
     ],
-    ids=["random", "svd", "argsort"],
+    ids=["svd", "argsort"],
 )
 def test_where_nothing_can_be_made_again_the_program_as_it_is_is_the_smallest(fun, x):
     plain = jaxtensile.jit(fun, budget=GIB).plan(x).compiled.device
@@ -146,6 +145,15 @@ def test_what_a_cpu_stores_before_it_sums_is_summed_in_parts():
     counted = jaxtensile.jit(fun, budget=int(0.9 * plain))
     assert counted.plan(x).parts > 1 and counted.plan(x).compiled.temp < 0.6 * plain
     np.testing.assert_array_equal(counted(x), jax.jit(fun)(x))
+
+
+def test_what_the_model_takes_to_fit_is_worked_on_in_few_parts_after_all():
+    """By the rules of a GPU nothing is stored, by a CPU's a quarter of what is. The smallest plan is in 256 parts."""
+    fun, key = lambda key: jax.random.normal(key, (256, 256)).sum(0), jax.random.key(0)
+    plain = jax.jit(fun).lower(key).compile().memory_analysis().temp_size_in_bytes
+    drawn = jaxtensile.jit(fun, budget=int(0.9 * plain))
+    assert 1 < drawn.plan(key).parts <= 16 and drawn.plan(key).fits
+    np.testing.assert_allclose(drawn(key), jax.jit(fun)(key), atol=1e-4)
 
 
 def test_the_smallest_of_a_program_with_checkpoints_may_be_without_them():
