@@ -104,8 +104,8 @@ def _fitted(
                 held = _held_on_to(own, rules)
                 if isinstance(held, Fitted):
                     return held
-            if held is not None and None not in (held.needs, error.needs):
-                raise min(error, held, key=lambda e: e.needs) from None
+            if held is not None and held.needs is not None and error.needs is not None:
+                raise (held if held.needs < error.needs else error) from None
             named = _named_by(own, rules, error.needs)
             if named is None:
                 raise
