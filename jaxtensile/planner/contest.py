@@ -77,7 +77,8 @@ def _with_and_without_parts(
     if rounds.doubted:
         return best, count
     if rival is None:
-        rival = _in_parts(page, anew, _as_found(best) if best is not None and best.fits else None, compiled=True)
+        fits = _as_found(best) if best is not None and best.fits else None
+        rival = _in_parts(page, anew, fits, compiled=True, missed=best if fits is None else None)
     if rival is None:
         return best, count
     parts, more = closest(rounds, *rival)
@@ -106,11 +107,11 @@ def _as_found(made: Made) -> Found:
 
 
 def _in_parts(
-    page: Page, candidates: Candidates, fits: Found | None, *, compiled: bool = False
+    page: Page, candidates: Candidates, fits: Found | None, *, compiled: bool = False, missed: Made | None = None
 ) -> tuple[Candidates, Found] | None:
     """Work in parts, if the model finds it shorter than ``fits``, or if nothing fits; else None.
 
-    ``compiled``: ``fits`` is a compiled plan.
+    ``compiled``: ``fits`` is a compiled plan. ``missed``: a compiled plan, if none fits.
     """
     worth = _worth(candidates)
     if not page.request.decides_on_parts or (fits is not None and charge_of(*fits) < worth):
@@ -120,6 +121,10 @@ def _in_parts(
     if not found[0].works_in_parts and compiled and fits is not None and fits[1].predicted.device < page.goal:
         # Recomputation that the model takes to fit may have missed: compared are plans for as many bytes as did fit.
         found = page.rounds.cheapest(ours.anew(), fits[1].predicted.device)
+    if not found[0].works_in_parts and missed is not None and missed.compiled.memory is not None:
+        # The model takes recomputation to fit that does not: parts are asked for by what it missed.
+        over = max(missed.compiled.device - page.request.budget, 0)
+        found = page.rounds.cheapest(ours.anew(), max(min(page.goal, missed.plan.predicted.device) - over, 1))
     # Compiled kernels have the last word: then anything shorter is worth a compile.
     least = 0.0 if page.compiles.kernels_known else worth
     if not found[0].works_in_parts or (fits is not None and _saved(fits, found) <= least):
