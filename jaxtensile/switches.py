@@ -169,7 +169,7 @@ SWITCHES: Final = (
     Switch("hoist_invariants", "what no iteration changes is made in front of its loop, where XLA does so"),
     Switch("undo", "the program is planned without the user's own checkpoints too"),
     Switch("trials", "programs of which only the bytes are asked are compiled with fewer optimizations"),
-    Switch("glance", "a hopeless budget takes one compile"),
+    Switch("glance", "a hopeless budget takes one plan"),
     Switch("by_xla", "XLA's own rematerialization is a candidate"),
     Switch("shallow", "before bodies are planned, a smaller change is compiled"),
     Switch("lifted_parts", "after a plan that fits, fewer parts are tried"),

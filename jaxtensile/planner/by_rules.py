@@ -8,9 +8,10 @@ were nearer. So its own are tried first, and believed as long as XLA needs about
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from jaxtensile.clock import Watch
 from jaxtensile.errors import BudgetError
@@ -33,6 +34,9 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 from jaxtensile.xla.compilers import compiler_of
 
+Opening: TypeAlias = Callable[[Request], Page]
+"""Opens the page of a request."""
+
 DOUBTED: Final = 1.1
 """Times the prediction at which these rules are given up. A guess."""
 NEARER: Final = 1.25
@@ -54,26 +58,19 @@ def fitted(
 
     The arguments are those of ``pipeline.fit``. ``earlier``: a page of the same program that comes before.
     """
-    found = _fitted(request, watch, prepare, baseline, plans, aim, earlier)
+    page_of = partial(opened, watch=watch, prepare=prepare, baseline=baseline)
+    found = _fitted(page_of, request, plans, aim, earlier)
     if found.report.compiled.device <= request.budget:
         return found
     # A trial had fewer bytes than the same program compiled in full, which was never seen.
-    return _fitted(replace(request, in_full=True), watch, prepare, baseline, plans, aim, None)
+    return _fitted(page_of, replace(request, in_full=True), plans, aim, None)
 
 
-def _fitted(
-    request: Request,
-    watch: Watch,
-    prepare: Prepare | None,
-    baseline: bool,
-    plans: Plans | None,
-    aim: Bytes | None,
-    earlier: Page | None,
-) -> Fitted:
+def _fitted(page_of: Opening, request: Request, plans: Plans | None, aim: Bytes | None, earlier: Page | None) -> Fitted:
     own, first, held = None, None, None
     rules = _own_rules(request) if aim is None else None
     if rules is not None:
-        own, first, sure = _by_own_rules(request, rules, watch, prepare, baseline, plans)
+        own, first, sure = _by_own_rules(page_of, request, rules, plans)
         if first is not None and sure:
             return first
         if first is None and _miss(own.compiles, own.program) > 1:
@@ -81,7 +78,7 @@ def _fitted(
             if isinstance(held, Fitted):
                 return held
         earlier = own
-    page = opened(request, watch, prepare, baseline)
+    page = page_of(request)
     page.aim = aim
     if earlier is not None:
         page.follows(earlier)
@@ -126,11 +123,11 @@ def _own_rules(request: Request) -> Fuser | None:
 
 
 def _by_own_rules(
-    request: Request, rules: Fuser, watch: Watch, prepare: Prepare | None, baseline: bool, plans: Plans | None
+    page_of: Opening, request: Request, rules: Fuser, plans: Plans | None
 ) -> tuple[Page, Fitted | None, bool]:
     """The page, what was found to fit, and whether to look no further."""
     with with_rules_of(rules):
-        page = opened(request, watch, prepare, baseline)
+        page = page_of(request)
         found = request.faults.spared(CACHE, lambda: recalled(page, plans), lambda: None)
         if found is not None:
             return page, found, True

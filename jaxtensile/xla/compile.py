@@ -1,7 +1,7 @@
 """Lower and compile with XLA, read the allocation back, work around known failures.
 
 Invariant: the measured executable is the one that the jit object runs: options belong to it, never to a separate
-compile. But kernels for a device that is not here come from a file.
+compile. But kernels for a device that is not here come from a file, and a trial is only measured.
 """
 
 from __future__ import annotations
