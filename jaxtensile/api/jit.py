@@ -826,6 +826,9 @@ class Bound(Transformed):
 _TAKE_ARGUMENTS = frozenset({"plan", "lower", "trace", "eval_shape"})
 
 
+_compat.ask_for_shapes(Planned)
+
+
 def _stacks_come_back(device: Any, known: DeviceProfile) -> bool:
     """Whether ``device`` reads stacks on the host correctly; True for absent devices."""
     if is_absent(device):

@@ -34,6 +34,16 @@ def test_it_looks_like_a_jit():
     assert "budget='1GiB'" in repr(jaxtensile.jit(double, budget="1GiB"))
 
 
+def test_eval_shape_knows_it_as_a_jit():
+    with jax.sharding.Mesh(np.array(jax.devices()[:2]), "x") as mesh:
+        placed = NamedSharding(mesh, PartitionSpec("x"))
+    for wrapper in (jax.jit, jaxtensile.jit):
+        made = wrapper(double, out_shardings=placed)
+        assert jax.eval_shape(made, X).sharding == placed
+        assert jax.eval_shape(lambda x, made=made: made(x), X).sharding is None
+    assert pickle.loads(pickle.dumps(jax.eval_shape)) is jax.eval_shape
+
+
 def test_it_is_pickled_by_value():
     cloudpickle = pytest.importorskip("cloudpickle")
     ours = jaxtensile.jit(lambda x, n: x * n, static_argnums=1, budget="1GiB")
