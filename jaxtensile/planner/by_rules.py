@@ -199,7 +199,7 @@ def _miss(compiles: TrialCompiles, program: Modelled) -> float:
     if plain is None or plain.memory is None:
         return 1.0
     theirs = live_ranges(fused_by(program.traced.graph, H200), together=True).use().device
-    own, other = plain.device / program.predicted.device, plain.device / theirs
+    own, other = (plain.device / max(nbytes, 1) for nbytes in (program.predicted.device, theirs))
     return own if 1 < own < other / NEARER else 1.0
 
 

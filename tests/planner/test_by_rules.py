@@ -183,3 +183,21 @@ def test_an_error_names_what_was_found_by_either_rules():
         if forget:
             recall.forget()
         assert plan(refused.value.needs).compiled.device <= refused.value.needs
+
+
+NOTHING = {
+    "no argument": (lambda: 2.0, ()),
+    "a number": (lambda x: x, (3.0,)),
+    "no element": (lambda x: x * 2, (jnp.ones((0, 4)),)),
+    "no result": (lambda x: None, (jnp.ones(4),)),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_programs_of_no_bytes_are_told_what_they_need(name):
+    fun, args = NOTHING[name]
+    try:
+        found = jaxtensile.jit(fun, budget=1)(*args)
+    except jaxtensile.BudgetError as error:
+        found = jaxtensile.jit(fun, budget=error.needs)(*args)
+    assert str(found) == str(fun(*args))
