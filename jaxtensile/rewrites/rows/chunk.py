@@ -9,7 +9,7 @@ totals, added in float32 if they have fewer bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,8 @@ from jaxtensile.devices.backends import Backend
 from jaxtensile.ir.ir import Graph, producers
 from jaxtensile.program.trace import Equation, Traced, bind, retrace, trace_on
 from jaxtensile.rewrites.rows.loop_rows import Branches, Loop
-from jaxtensile.rewrites.rows.region import CHEAP, Region
+from jaxtensile.rewrites.rows.made_after import handed_on
+from jaxtensile.rewrites.rows.region import Region
 from jaxtensile.rewrites.rows.rows import SAME, Passing, Row, Section
 
 _JOIN: dict[str, Callable[[Any, Any], Any]] = {
@@ -46,8 +47,7 @@ def in_chunks(traced: Traced, closed: Any, own: Region, parts: int, *, backend: 
     if order is None:
         return None
     first = {v for o in order[: order.index(-1)] for v in traced.graph.ops[o].results}
-    again = _made_again(traced.graph, own, first.union(traced.arguments, traced.consts))
-    kept = [v for v in own.leaving if not any(v in traced.graph.ops[o].results for o in again)]
+    kept, again = handed_on(traced.graph, own, first.union(traced.arguments, traced.consts))
 
     def evaluate(*flat: Any) -> list[Any]:
         env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
@@ -92,38 +92,15 @@ def _order(graph: Graph, own: Region) -> list[int] | None:
     return order
 
 
-def _made_again(graph: Graph, own: Region, there: set[int]) -> list[int]:
-    """The ops that recompute rows that leave the region, in order, so that these need not wait for the last part.
-
-    They start from values in ``there``, cost little beside the region, and make nothing larger on the way.
-    """
-    made, found = producers(graph), set[int]()
-    little = CHEAP * sum(graph.ops[o].flops for o in own.members)
-
-    def also(v: int) -> set[int] | None:
-        ops, todo = set(found), [made[v]]
-        while todo:
-            op = graph.ops[todo.pop()]
-            if op.id not in ops:
-                if op.pinned or op.bodies or any(graph.values[r].nbytes > graph.values[v].nbytes for r in op.results):
-                    return None
-                ops.add(op.id)
-                others = {own.root(a) for a in op.operands} - there
-                if any(made[a] not in own.members for a in others):
-                    return None
-                todo += [made[a] for a in others]
-        return ops if sum(graph.ops[o].flops for o in ops) <= little else None
-
-    rows = [v for v, how in own.leaving.items() if isinstance(how, Row) and made[v] in own.members]
-    for v in sorted(rows, key=lambda v: (-graph.values[v].nbytes, v)):
-        found = also(v) or found
-    return sorted(found)
-
-
 def _loop(
-    traced: Traced, own: Region, leaving: Sequence[int], read: Callable[[Any], Any], parts: int, backend: Backend
+    traced: Traced,
+    own: Region,
+    leaving: Mapping[int, Row | str],
+    read: Callable[[Any], Any],
+    parts: int,
+    backend: Backend,
 ) -> Iterator[tuple[int, Any]]:
-    """Run the region part by part; yields the values of ``leaving``."""
+    """Run the region part by part; yields the values of ``leaving``, rows or totals."""
     n = own.seed.rows // parts
 
     def part(i: Any) -> dict[int, Any]:
@@ -135,14 +112,14 @@ def _loop(
 
     shapes = jax.eval_shape(part, jax.ShapeDtypeStruct((), np.uint32))
     values = traced.graph.values
-    totals_or_inner = {v for v, how in own.leaving.items() if isinstance(how, str) or how.dim > 0}
+    totals_or_inner = {v for v, how in leaving.items() if isinstance(how, str) or how.dim > 0}
     carried = [v for v in leaving if v in totals_or_inner]
     stacked = [v for v in leaving if v not in totals_or_inner]
 
     types = {r: x.aval for e in traced.equations if e.eqn for r, x in zip(e.results, e.eqn.outvars, strict=True)}
 
     def start(v: int) -> Any:
-        how, made = own.leaving[v], shapes[v]
+        how, made = leaving[v], shapes[v]
         if isinstance(how, Row):
             zero = lax.full(values[v].shape, 0, made.dtype)
         else:
@@ -154,7 +131,7 @@ def _loop(
         made = part(i)
         new: list[Any] = []
         for v, before in zip(carried, totals, strict=True):
-            how = own.leaving[v]
+            how = leaving[v]
             if isinstance(how, Row):
                 new.append(lax.dynamic_update_slice_in_dim(before, made[v], i * n * how.block, how.dim))
             else:

@@ -35,7 +35,7 @@ NEARLY = 1 / 4
 """Share of the peak by which regions leave about as many bytes. A guess."""
 
 
-_FREE = frozenset(name for name in (ELEMENTWISE | MOVES | VIEWS) - EXPENSIVE if not name.startswith("random"))
+FREE = frozenset(name for name in (ELEMENTWISE | MOVES | VIEWS) - EXPENSIVE if not name.startswith("random"))
 """Ops that cost nothing in a kernel that reads their result."""
 
 
@@ -306,14 +306,14 @@ def _from_less(graph: Graph, own: Region, made: Sequence[int]) -> None:
     for v in [v for v in own.whole if _is_turned(graph, own, made, v)]:
         del own.whole[v]
         own.whole[graph.ops[made[v]].operands[0]] = None
-    fused = _FREE | REDUCTIONS
+    fused = FREE | REDUCTIONS
     stored = {v for o in own.members for v in graph.ops[o].operands if graph.ops[o].primitive not in fused}
     for v in sorted(own.whole, key=lambda v: -made[v]):
         ops, left, needed = set[int](), [v], set[int]()
         while left:
             u = left.pop()
             op = graph.ops[made[u]] if made[u] >= 0 else None
-            if op is None or op.primitive not in _FREE or op.pinned:
+            if op is None or op.primitive not in FREE or op.pinned:
                 needed.add(u)
             elif op.id not in ops:
                 ops.add(op.id)

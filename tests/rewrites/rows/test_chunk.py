@@ -333,6 +333,27 @@ def test_rows_that_are_little_work_are_made_again_and_not_stacked():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+def test_rows_that_are_taken_from_one_value_leave_in_its_stack():
+    def fun(w, x, tables, index):
+        vectors = jnp.stack([jnp.cosh(x @ w), *(table[index] for table in tables)], 1)
+        made = jnp.einsum("bij,bjd->bid", jnp.einsum("bid,bjd->bij", vectors, vectors), vectors)
+        first, *rest = (made[:, k] for k in range(made.shape[1]))
+        return (x.T @ first, *(table.at[index].add(-0.1 * row) for table, row in zip(tables, rest, strict=True)))
+
+    tables = [0.1 * normal(k, 50, WIDTH) for k in range(2, 18)]
+    index = jnp.arange(BATCH) * 3
+    args = 0.1 * normal(0, LENGTH, WIDTH), 0.1 * normal(1, BATCH, LENGTH), tables, index
+    closed, traced = opened(fun, args)
+    own = region_of(traced, Seed(traced.arguments[-1], 0, BATCH, 0))
+    assert own is not None and len(own.leaving) > len(tables)
+    new = in_chunks(traced, closed, own, 3)
+    (loop,) = (eqn for eqn in new.eqns if eqn.primitive.name == "scan")
+    assert sorted(v.aval.size for v in loop.outvars) == [LENGTH * WIDTH, (len(tables) + 1) * BATCH * WIDTH]
+    flat = jax.tree.leaves(args)
+    for a, b in zip(jax.extend.core.jaxpr_as_fun(new)(*flat), jax.jit(fun)(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
 def masked(w, x, valid, key):
     """Attention with dropout, noise, and a second argument that says what counts."""
     q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
