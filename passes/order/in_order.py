@@ -21,8 +21,8 @@ from jaxtensile.passes.order.schedule import Schedule
 from jaxtensile.units import Bytes
 
 RISE = 1 / 16
-"""Share of the temporaries by which the bytes must rise behind a valley that is cut. A guess; with it an ODE solver's
-loop needed 520 MB where it needed 571."""
+"""Share of the temporaries by which the bytes must rise behind a valley that is cut. A guess: an ODE solver's loop
+needs 520 MB, not 571."""
 
 
 def in_order(program: Program) -> Program:
@@ -45,7 +45,8 @@ def with_barriers(program: Program, kernels: Kernels, before: Mapping[int, froze
 
 
 def valleys(live: Liveness) -> list[int]:
-    """Steps behind the peak that fewer bytes cross than the steps around."""
+    """Steps that fewer bytes cross than the steps around: the last one before the peak, as what is postponed over the
+    peak raises it, and all behind it."""
     n, rise = len(live.profile), max(int(RISE * live.temp), 1)
     delta = [0] * (n + 2)
     for r in live.ranges:
@@ -53,11 +54,11 @@ def valleys(live: Liveness) -> list[int]:
             delta[r.start + 1] += r.nbytes
             delta[r.stop] -= r.nbytes
     crossing = list(accumulate(delta))
-    start = max(range(n), key=live.profile.__getitem__, default=0)
+    peak = max(range(n), key=live.profile.__getitem__, default=0)
     found: list[int] = []
     low: tuple[Bytes, int] | None = None
-    high: Bytes = live.temp
-    for s in range(start + 1, n):
+    high: Bytes = 0
+    for s in range(1, n):
         if low is None:
             high = max(high, live.profile[s - 1])
             if crossing[s] + rise <= high:
@@ -66,7 +67,7 @@ def valleys(live: Liveness) -> list[int]:
             low = crossing[s], s
         if low is not None and live.profile[s] >= low[0] + rise:
             if low[0] > 0:
-                found.append(low[1])
+                found = [*found, low[1]] if low[1] > peak else [low[1]]
             low, high = None, live.profile[s]
     return found
 

@@ -35,7 +35,7 @@ _MOST_EXTRA = 1 << 40
 """Most readers counted: sums over operands grow like powers of two, to thousands of digits in long programs."""
 LITTLE = 0.01
 """Largest share of a buffer's bytes that makes a kernel a by-product of another reader: the label's logit of a row, or
-its sum. A guess: rows have hundreds of elements and more."""
+its sum. A guess."""
 
 
 @dataclass(frozen=True, slots=True)

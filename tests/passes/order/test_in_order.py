@@ -78,6 +78,24 @@ def test_what_was_begun_is_ended_in_every_valley():
     assert made == held and any(held)
 
 
+def test_what_was_begun_is_ended_before_the_peak_too():
+    """The gradient of a wide layer is there before what takes most bytes begins."""
+    b = Builder()
+    x, w, narrow, wide = b.input(4096, 256), b.input(256, 512), b.input(512, 16), b.input(16, 4096)
+    hidden = b.op("exp", b.dot(x, w), shape=(4096, 512))
+    d = b.op("sort", b.dot(hidden, narrow), shape=(4096, 16))
+    gradient = b.dot(b.op("transpose", hidden, shape=(512, 4096)), d)
+    most = b.op("sort", b.dot(d, wide), shape=(4096, 4096))
+    graph = b.graph(gradient, b.op("reduce_sum", most, shape=()))
+    live = live_ranges(graph)
+    peak = max(range(len(live.profile)), key=live.profile.__getitem__)
+    (step,) = valleys(live)
+    assert step <= peak
+    program = holds(Program.unchanged(graph))
+    (barrier,) = barriers(Program.unchanged(graph), program)
+    assert {program.version_of[v] for v in barrier.operands} == {d, gradient}
+
+
 def test_a_buffer_may_cross_in_several_shapes():
     """Barriers of the user's own over a view and over what it is a view of."""
     b = Builder()
