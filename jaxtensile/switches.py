@@ -37,6 +37,7 @@ SWITCHES: Final = (
     Switch("exchanges", "what XLA gathers and adds up among devices are values of their own in plans"),
     # ---- passes/lifetimes
     Switch("added_products", "a product is added to what is there already, and is never stored"),
+    Switch("joined_products", "a product is computed where it is added to another, and is never stored"),
     Switch("scattered_sums", "what is scattered into zeros and then added to something is scattered into that"),
     Switch("computed_updates", "updates in place compute what they write, which is then never stored"),
     Switch("prologues", "products compute cheap steps of what they read, which are then never stored"),

@@ -10,6 +10,7 @@ from functools import partial
 from operator import is_
 from typing import Final
 
+from jaxtensile import _compat
 from jaxtensile.devices.backends import CPU, CUDA, TPU
 from jaxtensile.devices.gpu_description import FACTS
 from jaxtensile.devices.profiles import DeviceProfile, profile
@@ -64,6 +65,7 @@ UNKNOWN: Final = Margin(1.0, 0), Margin(0.5, 8)
 
 
 _CHANNELS_LAST: Final = {_NEW_GPU: LAST_FROM_9, _GPU: LAST_FROM_8, _OLD_GPU: LAST_BEFORE_8}
+_JOINS: Final = _compat.JAX_VERSION >= (0, 12)
 _DEAR: Final = 0.85
 """Arithmetic's time, relative to an H200's, from which exponentials are stored; 0.7 is too little. Between: a guess."""
 
@@ -94,7 +96,7 @@ class Compiler:
         """The rules by which programs are planned: an H200's, the best known in programs that are planned, but for what
         a GPU stores of a softmax, and a TPU's calls no library. A CPU's own come before (``planner/by_rules``)."""
         own = self.fuser
-        return replace(H200, exponentials=own.exponentials, calls=own.calls) if own.twice else H200
+        return replace(H200, exponentials=own.exponentials, calls=own.calls, joins=own.joins) if own.twice else H200
 
     @property
     def spreads(self) -> bool:
@@ -163,9 +165,11 @@ def compiler_of(device: DeviceProfile) -> Compiler:
     if kind == TPU.name:
         return Compiler(replace(H200, calls=False), kind=kind, weights=None)
     if device.name not in FACTS:
-        return Compiler(kind=kind)
+        return Compiler(replace(H200, joins=_JOINS), kind=kind)
     work = _work(device) / _work(profile("nvidia-h200"))
-    fuser = Fuser(products=kind != _OLD_GPU, exponentials=kind == _NEW_GPU and work >= _DEAR, work=work)
+    generated = kind != _OLD_GPU
+    exponentials = kind == _NEW_GPU and work >= _DEAR
+    fuser = Fuser(products=generated, joins=generated and _JOINS, exponentials=exponentials, work=work)
     return Compiler(fuser, _WIDE.get(kind), FACTS[device.name].multiprocessors, kind, _weights(device, kind))
 
 

@@ -18,7 +18,7 @@ from itertools import chain
 
 from jaxtensile.ir.fuser import H200, Fuser
 from jaxtensile.ir.ir import OUTER, Graph, Op, Same, Value, consumers, producers
-from jaxtensile.passes.lifetimes.added import added, scattered, sums_of_scatters
+from jaxtensile.passes.lifetimes.added import added, joined_products, scattered, sums_of_scatters
 from jaxtensile.passes.lifetimes.emitted import rows_joined, stored_at_places
 from jaxtensile.passes.lifetimes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.passes.lifetimes.summed import NO_LIBRARY, reduced_by_library
@@ -125,6 +125,7 @@ class Kernels:
     leaves: list[tuple[int, ...]]
     by: Fuser = H200
     added: Mapping[int, int] = field(default_factory=dict[int, int])
+    joined: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def in_order(self, order: Sequence[int]) -> Kernels:
         """The same kernels for the ops in another order: fusion depends on who reads what, not on when."""
@@ -161,6 +162,9 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
     slow = [False] * len(values)
     if twice:
         slow = (read_by_slow_sums if written else centred)(graph, read_by, ELEMENTWISE, VIEWS)
+    pairs = joined_products(graph, read_by) if by.joins else dict[int, int]()
+    for v in pairs:
+        must_exist[v] = True
     for v in sums_of_scatters(graph, read_by) if not twice and on("scattered_sums") else ():
         must_exist[v] = True
     library = NO_LIBRARY
@@ -255,9 +259,16 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
         if op.primitive in IN_PLACE and op.results[0] in sums:  # which waits for what it is added to
             (step,) = read_by[op.results[0]]
             reads[step] += reads[op.id]
+    made = producers(graph) if pairs else []
+    for v, product in [*pairs.items()]:
+        step, maker = made[v], made[product]
+        if not (is_root[step] and is_root[maker] and product in reads[step]):
+            del pairs[v]
+            continue
+        reads[step] = tuple(b for b in dict.fromkeys((*reads[step], *reads[maker])) if b != product)
     if twice:
         sums = added(graph, read_by, home, reads, is_root, generated=by.products) | sums
-    return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves, by=by, added=sums)
+    return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves, by=by, added=sums, joined=pairs)
 
 
 def _is_slow_on_cpu(graph: Graph, op: Op) -> bool:

@@ -94,6 +94,9 @@ def share(
                 pool = [b for b in kernels.reads[i] if b not in in_tuples]
                 if i in rows and on("rows_apart"):
                     pool = [b for b in pool if b not in rows[i]]
+                if (product := kernels.joined.get(op.results[0], -1)) >= 0:
+                    made = made or producers(graph)
+                    pool = [b for b in pool if b not in kernels.reads[made[product]]]
                 if gpu and values[op.results[0]].dtype in COMPLEX and on("complex_apart"):
                     pool = []
             else:  # over what a product is added to it is written before; a scatter is into the rest of the sum

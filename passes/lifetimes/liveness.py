@@ -107,6 +107,8 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool, loop: Loop | No
         late = product in kernels.added and any(home[v] < 0 for v in ops[start[r]].operands)
         # A scatter into what is not stored waits for it.
         start[r], start[product] = start[r] if late else start[product], -2
+    for product in kernels.joined.values():
+        start[product] = -2
     free = freed(graph, kernels, loop, stop) if loop is not None else dict[int, int]()
     kept = _results_apart(graph, kernels, loop, start, stop)
     for v, end in kept.items():

@@ -83,6 +83,47 @@ def test_what_a_loop_adds_up_is_there_once(target):
     assert static.device == pytest.approx(exact.device, rel=0.15)
 
 
+JOINED = {
+    "added": lambda x, y, z: product(x, y) + product(z, z),
+    "of three": lambda x, y, z: x @ x + y @ y - z @ z,
+    "in steps": lambda x, y, z: jnp.tanh(x @ y) * jnp.exp(z @ z) + 1,
+    "turned": lambda x, y, z: (x @ y).T + product(z, z),
+    "beside an input": lambda x, y, z: (x @ y + z @ z) * z,
+}
+ALONE = {
+    "to what is computed": lambda x, y, z: product(x, y) + jnp.sort(z),
+    "to what two are computed to": lambda x, y, z: product(x, y) * (lambda d: d * jnp.sin(d))(jnp.sort(product(x, z))),
+    "in other places": lambda x, y, z: x @ y + (z @ z).reshape(-1)[::-1].reshape(N, N),
+    "wider": lambda x, y, z: (x @ y)[None] + (z @ z)[:, None],
+    "of the same matrix, and small": lambda x, y, z: x @ y + x @ z,
+    "of the same matrix at other sides": lambda x, y, z: product(x, y) + product(y, z),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_a_product_that_is_added_to_another_is_not_stored(name):
+    g = graph(lambda *args: jnp.sort(jnp.sin(JOINED[name](*args))))
+    ours, before = (fuse(g, by=Fuser(joins=joins)) for joins in (True, False))
+    assert len(ours.joined) == 1
+    assert live_ranges(g, ours).temp == live_ranges(g, before).temp - SQUARE
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_other_products_are_stored(name):
+    assert not fuse(graph(ALONE[name]), by=Fuser(joins=True)).joined
+
+
+@pytest.mark.cuda_aot
+@pytest.mark.parametrize("name", ["of three", "in steps", list(ALONE)[-2]])
+def test_the_compiler_joins_products_since_jaxlib_0_12(name):
+    def fun(*args):
+        return jnp.sin((JOINED | ALONE)[name](*args)).sum()
+
+    args = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 3
+    static, exact = (jaxtensile.estimate(fun, *args, target="nvidia-h200", exact=flag) for flag in (False, True))
+    assert static.temp == pytest.approx(exact.temp, rel=0.01)
+
+
 WORDS = 8192
 
 
