@@ -66,8 +66,8 @@ _DEATHS: Final = 50
 """Processes of one file that may die before the rest of it is given up."""
 
 
-_EVAL_SHAPE: Final = "`jax.eval_shape(f)` asks whether `type(f)` is JAX's own jit; `f.eval_shape` answers as jit's does"
 _THREAD: Final = "counts the compilations of the calling thread: XLA compiles in another one while the rest is planned"
+_TRIED: Final = "counts tracings, or says where they are: what is only measured is compiled apart, and traced for it"
 _DIVIDED: Final = "counts tracings: to plan a sharded program, how it is divided is found with one more"
 _UNREDUCED: Final = "jax 0.10.2 cannot write its own equations again there (`_make_lengths_same`)"
 _ELSE: Final = "passes by itself and after those of its kind: in the whole file two arrays go at a later collection"
@@ -110,12 +110,15 @@ EXPLAINED: Final = {
     "test_reference_cycles_jit": _LATER,
     "test_solve_sylvester2": _ROUNDS,
     "test_remat_custom_policy_save_cos": "is traced and never compiled: JAX cannot lower it, and the mode compiles it",
+    "test_cache_miss_explanations_sharding_mismatch": _TRIED,
+    "test_changing_abstract_device": _TRIED,
+    "test_lowering_cache_hit_different_devices": _TRIED,
+    "test_lowering_cache_hit_inputs_with_different_mesh": _TRIED,
+    "test_lowering_cache_miss_different_devices_and_sharding": _TRIED,
     "test_value_grad_tagging4": "looks for one call in the lowered text that a plan writes out",
     "test_compilation_cache_miss_when_devices_change": _THREAD,
     "test_different_devices_shmap_abstract_mesh_cache_hit": _THREAD,
     "test_different_devices_wsc_abstract_mesh_cache_hit": _THREAD,
-    "test_eval_shape_format": _EVAL_SHAPE,
-    "test_eval_shape_jitted_fun_cache_hit": _EVAL_SHAPE,
     "test_jit_mul_sum_sharding_preserved": _THREAD,
     "test_jit_traceback": "counts the frames between a first call and the function: four of them are ours",
 }

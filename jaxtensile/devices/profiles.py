@@ -26,8 +26,8 @@ programs are taken to reach 0.75 and 0.85."""
 
 
 TRAFFIC_WEIGHT: Final = 0.01
-"""Weight of a second of traffic under ``"flops"``. Matrix FLOPs come first. 0.03 plans up to half a percent more
-FLOPs for steps up to 5 % shorter (nine workloads, H200, by the model), but misses a budget."""
+"""Weight of a second of traffic under ``"flops"``. 0.03 plans up to half a percent more FLOPs for steps
+up to 5 % shorter (nine workloads, H200), but misses a budget."""
 RESERVE: Final = GIB
 """Bytes of the device left to the process if neither code nor config gives a budget: its context (``process.CONTEXT``)
 and as much again for what is not planned. A guess."""

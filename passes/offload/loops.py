@@ -277,7 +277,7 @@ def _linked(cuts: Sequence[PairCut]) -> list[list[PairCut]]:
 
 _FAR = 1.5
 """Largest factor between a divisor and the wanted number of inner iterations; else a rest is a pair of its own. At 1.5
-the bytes n c + k r are 8 % above their least at most."""
+bytes are 8 % above their least at most."""
 
 
 def _inner(trips: int, wanted: float) -> int | None:

@@ -35,7 +35,7 @@ _OFFSETS = 2
 """Segmentations per span, from different first cut points. At half and double no plan changes by more than 0.01 %."""
 _STEPS, _DEAR = 3, 0.002
 """Steps tried between two neighbouring answers, behind ops that charge at least this share of the whole. A guess. At
-half and at double no plan of the sweep changes with the first."""
+half and double no plan changes with the first."""
 _UNITS = 16384
 """Resolution: bytes are rounded to this share of those to distribute. At half and double no plan changes by more than
 0.01 %."""

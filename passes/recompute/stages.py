@@ -15,8 +15,8 @@ from jaxtensile.passes.lifetimes.liveness import Liveness
 from jaxtensile.switches import on
 
 PROMINENCE = 1.3
-"""A cut point counts if the profile rises by this factor before the next one. A guess. At 1.15 no plan changes;
-at 1.6 some do, by less than 0.01 %."""
+"""A cut point counts if the profile rises by this factor before the next one. A guess. At 1.15 no plan changes; at 1.6
+some do."""
 
 
 NARROW, NEIGHBOURS = 1.25, 2
@@ -30,8 +30,8 @@ parts of the program. A guess."""
 QUARTER = 4
 """The usual width of a level forward part: one step in so many is narrower, such as its ends. A guess."""
 PLATEAU = 0.9
-"""The boundary is the highest step among those with this share of the most idle bytes. A guess. At 0.95 no plan of the
-sweep changes; at 0.8 two do, by less than 0.01 %."""
+"""The boundary is the highest step among those with this share of the most idle bytes. A guess. At 0.95 no plan
+changes; at 0.8 two do."""
 
 
 @dataclass(frozen=True, slots=True)

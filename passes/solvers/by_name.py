@@ -40,8 +40,7 @@ PAYS: Final[Seconds] = 2e-7
 """Seconds of a step, for each op, below which a plan is good enough: the programme takes about 2 ms an op, which then
 are not saved in 10,000 steps."""
 _LOWER: Final = 1 / 32
-"""Where nothing fits, the share by which a lower budget is tried: a step with an SVD found nothing for 9 MiB, and
-8.4 MiB for 8.6. A guess."""
+"""Where nothing fits, the share by which a lower budget is tried: a step with an SVD needs it. A guess."""
 _CLOSE: Final = 1.25
 """Factor over the budget above which a plan is not improved. A guess."""
 

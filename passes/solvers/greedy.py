@@ -42,8 +42,8 @@ _FAR_BELOW = 0.7
 """Easier budgets are skipped if copies lead below the least without a budget by this factor. In 400 random graphs
 easier budgets led to 0.78 of it at least."""
 _REPAIRS, _VAIN = 8, 3
-"""Trials with segments of one length, and most in a row no smaller than the start. Guesses. At half and double no
-plan of the sweep changes with the first."""
+"""Trials with segments of one length, and most in a row no smaller than the start. Guesses. At half and double no plan
+changes with the first."""
 _STRIDE = 4
 """Factor on the last cut in bytes where that changed nothing. A guess."""
 _PEAK = 1 / 64
@@ -62,8 +62,8 @@ _HOPELESS = 1.1
 """A budget is not searched if the least without one is over it by this factor: searches for a budget end some 7 % lower
 at best."""
 _DEAR, _LOWER = 0.25, (1 / 64, 1 / 32)
-"""A plan that misses, or costs over this share of a step, is compared with plans for budgets lower by these shares of
-the plain temporaries. Guesses."""
+"""A plan that misses, or costs over this share of a step, is compared with plans for budgets lower by these shares.
+Guesses."""
 PROGRAMS = 4
 """Programs of one job whose searches are kept, beside its bodies. A guess."""
 

@@ -49,8 +49,8 @@ they find the best of all divisions (``tests/runtime/decide/test_links.py``)."""
 PRICED: Final = 3
 """Rounds of prices at most: each takes as many knapsacks as there are prices. A guess."""
 PRICED_JOBS: Final = 32
-"""Jobs in all knapsacks with prices of one part, so that a decision ends in time: ten prices for three jobs, two for
-sixteen, and for more than 32 copies are not counted (``benchmarks/coordinator/divide``)."""
+"""Jobs in all knapsacks with prices of one part, so that a decision ends in time; for more than 32 copies are not
+counted (``benchmarks/coordinator/divide``)."""
 CLOSE: Final = 1e-9
 """Relative difference below which sums of slowdowns are equal: above the rounding of sums over jobs."""
 

@@ -23,8 +23,8 @@ from jaxtensile.runtime.simulate.worker import Worker
 from jaxtensile.units import Bytes, Seconds, format_bytes
 
 PATIENCE: Final = 3.0
-"""Times that a wait for a turn may exceed the longest turns of all others by their shares: they were ahead,
-have more meanwhile, and begin before they are counted. A guess."""
+"""Times that a wait for a turn may exceed the longest turns of all others by their shares: they were ahead, or begin
+before they are counted. A guess."""
 SLACK: Final[Seconds] = 1.0
 """Seconds of a wait for a turn that are never too long: messages and allocators. A guess."""
 
