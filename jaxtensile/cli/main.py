@@ -153,6 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--perfetto", metavar="F", type=Path, help="also write a timeline to F, for ui.perfetto.dev")
     plan.set_defaults(command=_plan)
 
+    diff = commands.add_parser("diff", help="two reports of plan --json: what grew, and what is treated otherwise")
+    diff.add_argument("before", metavar="BEFORE", type=Path, help="the earlier report")
+    diff.add_argument("after", metavar="AFTER", type=Path, help="the later one")
+    diff.set_defaults(command=_diff)
+
     tune = commands.add_parser("tune", help="which batch, with or without a plan, makes the most samples a second")
     tune.add_argument("workload", metavar="FILE:FUNCTION", help="a function of batch= that returns a Workload")
     tune.add_argument("--target", metavar="T", help="for this device (see doctor); default: this machine's")
@@ -360,6 +365,23 @@ def _plan(options: argparse.Namespace) -> int:
             print(write())
         elif path is not None:
             write(path)
+    return DONE
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from jaxtensile.report.difference import difference, is_report
+
+    reports: list[Any] = []
+    for path in (options.before, options.after):
+        try:
+            reports.append(json.loads(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            return _complain(f"{path} cannot be read: {error.strerror}")
+        except ValueError:
+            reports.append(None)
+        if not is_report(reports[-1]):
+            return _complain(f"{path} is no report: jaxtensile plan FILE:FUNCTION --json {path} writes one")
+    print(difference(*reports, names=(str(options.before), str(options.after))))
     return DONE
 
 

@@ -7,7 +7,7 @@ lines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxtensile import switches
@@ -338,7 +338,7 @@ def _chosen(variant: Variant, plan: Plan) -> tuple[tuple[Action, ...], tuple[Dec
     loops = _loop_actions(variant.base, variant.loops)
     bodies = [_chosen(inside.variant, inside.plan) for inside in variant.inside]
     actions = (*loops, *(a for acts, _ in bodies for a in acts), *plan.actions)
-    own = _decisions(variant.traced, plan.actions, plan.program)
+    own = _decisions(variant.traced, plan.actions, plan.program, variant.problem.costs.seconds)
     return actions, (*_decisions(variant.base, loops), *(d for _, decided in bodies for d in decided), *own)
 
 
@@ -377,8 +377,13 @@ def _kept_again(undone: Undone, variant: Variant, plan: Plan) -> tuple[Action, .
 _KINDS = {Keep: "keep", Remat: "recompute", Offload: "offload"}
 
 
-def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | None = None) -> tuple[Decision, ...]:
-    """The actions in the user's terms, without values held only for a moment after the first barrier."""
+def _decisions(
+    traced: Traced, actions: tuple[Action, ...], program: Program | None = None, seconds: Sequence[Seconds] = ()
+) -> tuple[Decision, ...]:
+    """The actions in the user's terms, without values held only for a moment after the first barrier.
+
+    ``seconds``: of each op, where they are known.
+    """
     origin = program.origin if program is not None else ()
     early = set(origin[: origin.index(-1)] if -1 in origin else range(len(traced.graph.ops)))
     made = {r: op.id for op in traced.graph.ops for r in op.results}
@@ -398,6 +403,7 @@ def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | N
                 nbytes=value.nbytes,
                 source=source,
                 stored=action.value in held,
+                again=seconds[op] if seconds else None,
             )
         )
     return tuple(out)

@@ -17,7 +17,8 @@ from jaxtensile.units import Bytes, Flops, Seconds
 class Decision:
     """One residual's decision in the user's words.
 
-    ``stored``: live at the plain program's peak. Other recomputed values are intermediate or short-lived.
+    ``stored``: live at the plain program's peak. Other recomputed values are intermediate or short-lived. ``again``:
+    seconds of its op once more, by the model; None for values of loops that were rewritten.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Decision:
     nbytes: Bytes
     source: str
     stored: bool = True
+    again: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,21 @@ class Report(Facts):
 
         return _written(as_trace(self), path)
 
+    def why(self, place: str) -> str:
+        """What was decided for the values made at ``place``, and what the other choice would cost by the model.
+
+        ``place``: ``"model.py:41"``, ``"model.py"``, or the name of a function.
+        """
+        from jaxtensile.report.why import why
+
+        return why(self, place)
+
+    def diff(self, other: Report) -> str:
+        """What is otherwise in ``other``, a later report: bytes, FLOPs, seconds, and the values treated otherwise."""
+        from jaxtensile.report.difference import difference
+
+        return difference(self.to_dict(), other.to_dict())
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
 
@@ -100,6 +115,7 @@ class Report(Facts):
                     "nbytes": d.nbytes,
                     "source": d.source,
                     "stored": d.stored,
+                    "again": d.again,
                 }
                 for d in self.decisions
             ],

@@ -17,7 +17,7 @@ from jaxtensile.units import Bytes, format_bytes, format_seconds
 
 LITTLE = 0.01
 """Least share of bytes worth a note. A guess."""
-_ROWS = 5
+ROWS = 5
 """Groups shown of the kept and of the dropped values; the rest shares one line. So the text is one screen."""
 _DTYPE = re.compile(r"(b?float|complex|u?int)(\d+)(\w*)")
 _LETTERS = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
@@ -49,11 +49,16 @@ def donated_for_nothing(graph: Graph, copied: Collection[int], source: Callable[
     ]
 
 
+def what_and_where(decision: Decision) -> tuple[str, str]:
+    """Op and type, and the line that made it: what values of a group have in common."""
+    return f"{decision.primitive} {short_type(decision.dtype, decision.shape)}", short_place(decision.source)
+
+
 def groups(decisions: Iterable[Decision]) -> list[Group]:
     """Like values together, most bytes first."""
     found: dict[tuple[str, str], tuple[int, Bytes]] = {}
     for d in decisions:
-        key = (f"{d.primitive} {short_type(d.dtype, d.shape)}", short_place(d.source))
+        key = what_and_where(d)
         count, nbytes = found.get(key, (0, 0))
         found[key] = count + 1, nbytes + d.nbytes
     return sorted((Group(*key, *sums) for key, sums in found.items()), key=lambda g: -g.nbytes)
@@ -252,7 +257,7 @@ def _waiting(report: Facts) -> list[str]:
     total, count = format_bytes(sum(leaf.nbytes for leaf in state)), len(state)
     arguments = "argument" if count == 1 else "arguments"
     lines = [f"  {'on the host':<10}{total:>10}   in {count} {arguments} between steps"]
-    shown = state if count <= _ROWS + 1 else state[:_ROWS]
+    shown = state if count <= ROWS + 1 else state[:ROWS]
     lines += [f"  {'':<10}{format_bytes(leaf.nbytes):>11}      {leaf.name}" for leaf in shown]
     if rest := state[len(shown) :]:
         lines.append(f"  {'':<10}{format_bytes(sum(leaf.nbytes for leaf in rest)):>11} {len(rest):>4} more")
@@ -273,7 +278,7 @@ def _listed(word: str, decisions: list[Decision]) -> list[str]:
         return []
     total = format_bytes(sum(g.nbytes for g in found))
     lines = [f"  {word:<10}{total:>11}   in {_values(len(decisions))}"]
-    shown = found if len(found) <= _ROWS + 1 else found[:_ROWS]
+    shown = found if len(found) <= ROWS + 1 else found[:ROWS]
     wide = max((len(g.what) for g in shown), default=0)
     lines += [f"  {'':<10}{format_bytes(g.nbytes):>11} {g.count:>4} x {g.what:<{wide}}  {g.where}" for g in shown]
     if rest := found[len(shown) :]:

@@ -217,6 +217,22 @@ def test_plan_prints_the_report_and_writes_json(file, capsys, tmp_path):
     assert json.loads(out.read_text())
 
 
+def test_diff_compares_two_reports_without_jax(file, capsys, tmp_path):
+    json_file = tmp_path / "report.json"
+    cli.main(["plan", f"{file}:small", "--budget", "1GiB", "--target", "cpu", "--json", str(json_file)])
+    capsys.readouterr()
+    assert cli.main(["diff", str(json_file), str(json_file)]) == 0
+    assert "every value is treated alike" in capsys.readouterr().out
+    for other, said in ((file, "is no report: jaxtensile plan"), (tmp_path / "none", "cannot be read: No such file")):
+        assert cli.main(["diff", str(json_file), str(other)]) == 2
+        assert said in capsys.readouterr().err
+    imported = "import sys; from jaxtensile.cli.main import main; main(sys.argv[1:]); print('jax' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", imported, "diff", json_file, json_file], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("False\n")
+
+
 def test_plan_writes_a_page_and_a_timeline(file, capsys, tmp_path):
     page, timeline = tmp_path / "plan.html", tmp_path / "timeline.json"
     command = ["plan", f"{file}:small", "--budget", "1GiB", "--target", "cpu"]

@@ -347,3 +347,46 @@ def test_json_reads_back(real, tmp_path):
     assert data["compiled"]["device"] == real.compiled.device <= data["budget"]
     assert data["fits"] is True
     assert {a["kind"] for a in data["actions"]} == {"keep", "recompute"}
+
+
+# ---- a place, and two reports ------------------------------------------------------------------
+
+
+def test_why_tells_what_was_decided_at_a_place_and_what_the_other_choice_would_cost(real):
+    told = real.why("test_report.py")
+    groups_told = [
+        line for line in told.splitlines()[1:] if line.startswith(("  kept", "  recomputed", "  on the host"))
+    ]
+    assert groups_told and " by the model:" in told.splitlines()[0]
+    again = sum(d.again for d in real.decisions if d.kind == "recompute" and d.again is not None)
+    assert 0 < again <= real.step
+    line = next(re.findall(r"test_report.py:(\d+)", d.source)[0] for d in real.decisions if d.source)
+    assert f"test_report.py:{line} " in real.why(f"test_report.py:{line}")
+    assert "no decision at" in real.why(f"test_report.py:{line[:-1]}")  # not line 41 for 4
+
+
+def test_why_names_the_places_that_there_are():
+    told = report().why("modle.py")
+    assert "no decision at modle.py" in told and "model.py:3 (layer)" in told
+    assert "recomputed" in report().why("layer") and "kept" in report().why("me/model.py:1")
+    assert "as it is written" in report(**UNCHANGED).why("layer")
+
+
+def test_the_difference_of_two_reports_is_what_grew_and_what_is_treated_otherwise():
+    small = report(
+        budget=GIB, compiled=use(GIB), decisions=(decision("recompute", 1), decision()), notes=("in 2 parts",)
+    )
+    told = report().diff(small)
+    assert f"{'-1.01GiB':>12}" in told and "only after: in 2 parts" in told
+    assert "tanh f32[8,4]  me/model.py:1 (layer): 1.00MiB kept -> 1.00MiB recomputed" in told
+    assert "model.py:9 (layer): 1.00MiB recomputed -> as written" in told
+    assert "every value is treated alike" in report().diff(report(budget=GIB))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["keep", "recompute", "offload"]), st.integers(1, 4), st.integers(1, 9))))
+def test_a_difference_moves_as_many_bytes_there_as_back(made):
+    other = report(decisions=tuple(decision(kind, line, nbytes=size) for kind, line, size in made))
+    there, back = (
+        sorted(re.findall(r"(?m)^ +([\d.]+\w+B)  ", a.diff(b))) for a, b in ((report(), other), (other, report()))
+    )
+    assert there == back
