@@ -14,7 +14,7 @@ COMPILERS := $(VENV)/.compilers
 DEV := $(VENV)/.dev
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo bench soak lint types wheel clean
+.PHONY: help test demo bench soak lint types docs wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,10 @@ lint: $(DEV) ## ruff: rules and format
 
 types: $(BASE) $(DEV) ## pyright: strict for passes and runtime
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(BASE) ## build/docs/index.html: the pages of docs/ as a site
+	$(PIP) -e '.[docs]'
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
 wheel: $(DEV) ## dist/: a source distribution, and the wheel built from it
 	rm -rf dist

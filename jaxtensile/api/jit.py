@@ -105,36 +105,36 @@ def jit(
 ) -> Any:
     """``jax.jit(fun)`` whose compiled program fits ``budget`` device bytes.
 
-    ``budget`` bounds argument + output + temp - alias bytes on one device as XLA allocates them:
-    an int, ``"12GiB"``, ``"12GB"``, ``"80%"`` of the device, or None for what the config says, else the device's
-    capacity less 1 GiB. A program that fits as it is runs unchanged. Otherwise residuals are recomputed so
-    that it fits at the least cost in time; values stay the same within the dtype's rounding.
-    ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs and TPUs; none by default).
-    ``undo``: keep what the function's own ``jax.checkpoint``s would recompute where the budget has room
-    for it; False honours them as written (those inside loops, and those that offload, always are).
-    ``chunk``: work on many rows (a batch, the logits of a loss) may be done for some of them at a time, often at a
-    fraction of the bytes and with nothing computed twice; sums over rows, gradients above all, are then sums of the
-    parts' sums, added in float32 or more, and round differently. ``"auto"``: where the step is shorter for it by 2 % or
-    more, or nothing else fits; True: wherever it is cheaper; False: never.
-    ``solver``: ``"auto"``, fast at any size: ``"greedy"``, and for programs of a few layers an integer programme
-    without its proof; ``"exact"``, with it, which takes up to a minute and reports a gap; ``"chain"``, a dynamic
-    programme for programs that are chains.
-    ``objective``: ``"time"``, the step is to be short, whatever is computed twice for it; ``"flops"``, no matrix
-    product is computed twice where anything else can be, and then the predicted step is to be short.
-    ``offload_state``: donated arguments that only the update needs (optimizer moments, master weights, averages; of
-    1 MiB or more) live in pinned host memory between calls, in at most ``host_budget`` bytes where one is given. The
-    first call moves them there, their replacements are returned there, and each is on the device only while it is
-    updated. Arguments on the device are moved again. For one GPU or TPU, and not together with ``in_shardings`` and
-    ``out_shardings``.
-    ``job``: one of ``jaxtensile.job``, whose lease is the budget where none is given; calls are steps of the job.
-    ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here, or for as many of them
-    as the arguments' ``NamedSharding``s are over; ``"nvidia-h200:8"`` and ``"nvidia-h200:2x8"`` say how many, too.
-    ``config``: the path of a ``jaxtensile.toml`` or its tables as a dict; by default that of the job, else
-    ``$JAXTENSILE_CONFIG``, else the first one upward from the working directory. Its table ``[functions."train_step"]``
-    (or a pattern, or ``"train.py:train_step"``) gives ``budget``, ``host_budget``, ``objective``, ``undo``, ``chunk``
-    and ``offload_state`` where they are not given here, and ``[device]`` the bytes where no budget is. It is read when
-    the first call is planned, and again after ``clear_cache``.
-    Everything else goes to ``jax.jit``.
+    A program that fits as it is runs unchanged. Otherwise residuals are recomputed so that it fits at the least cost
+    in time; values stay the same within the dtype's rounding. Everything that is not listed goes to ``jax.jit``.
+
+    - ``budget``: argument + output + temp - alias bytes on one device as XLA allocates them: an int, ``"12GiB"``,
+      ``"12GB"``, ``"80%"`` of the device, or None for what the config says, else the device's capacity less 1 GiB.
+    - ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs and TPUs; default: none).
+    - ``chunk``: work on many rows (a batch, the logits of a loss) may be done for some of them at a time, often at a
+      fraction of the bytes and with nothing computed twice. Sums over rows, gradients above all, are then sums of the
+      parts' sums, added in float32 or more, and round differently. ``"auto"``: where the step is shorter for it by 2 %
+      or more, or nothing else fits; True: wherever it is cheaper; False: never.
+    - ``undo``: keep what the function's own ``jax.checkpoint`` calls would recompute where the budget has room for it;
+      False honours them as written (those inside loops, and those that offload, always are).
+    - ``objective``: ``"time"``, the step is to be short, whatever is computed twice for it; ``"flops"``, no matrix
+      product is computed twice where anything else can be, and then the predicted step is to be short.
+    - ``solver``: ``"auto"``, fast at any size: ``"greedy"``, and for programs of a few layers an integer programme
+      without its proof; ``"exact"``, with it, which takes up to a minute and reports a gap; ``"chain"``, a dynamic
+      programme for programs that are chains.
+    - ``offload_state``: donated arguments that only the update needs (optimizer moments, master weights, averages; of
+      1 MiB or more) live in pinned host memory between calls, in at most ``host_budget`` bytes where one is given. The
+      first call moves them there, their replacements are returned there, and each is on the device only while it is
+      updated. Arguments on the device are moved again. For one GPU or TPU, and not together with ``in_shardings`` and
+      ``out_shardings``.
+    - ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here, or for as many of
+      them as the arguments' shardings are over; ``"nvidia-h200:8"`` and ``"nvidia-h200:2x8"`` say how many, too.
+    - ``job``: one of ``jaxtensile.job``, whose lease is the budget where none is given; calls are steps of the job.
+    - ``config``: the path of a ``jaxtensile.toml`` or its tables as a dict; by default that of the job, else
+      ``$JAXTENSILE_CONFIG``, else the first one upward from the working directory. Its table
+      ``[functions."train_step"]`` (or a pattern, or ``"train.py:train_step"``) gives ``budget``, ``host_budget``,
+      ``objective``, ``undo``, ``chunk`` and ``offload_state`` where they are not given here, and ``[device]`` the bytes
+      where no budget is. It is read when the first call is planned, and again after ``clear_cache``.
 
     Raises ``BudgetError`` (``.needs``, ``.has``, ``.culprits``) when no plan fits, at the call that
     needs the plan, ``TargetError`` for a target that cannot be compiled for, ``SolverError`` for an unknown

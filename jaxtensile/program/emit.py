@@ -1,4 +1,4 @@
-"""Evaluate a program's schedule on the caller's tracers: the one place where jaxprs change.
+"""Evaluate a program's schedule on the caller's tracers: the one place where schedules become jaxprs.
 
 Invariant: every equation keeps its parameters, configuration and source line. A rewritten program differs only in
 repeated equations and barriers.

@@ -1,6 +1,6 @@
 """A change to a program as a value: where it applies, how it is made, and how it is described.
 
-To add one: a file here with its value, and its place in ``search.registry``. Search, recipes, reports and the checker
+To add one: a file here with its value, and its place in ``search.registry`` and a switch. Search, recipes and reports
 use this interface alone.
 """
 

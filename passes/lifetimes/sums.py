@@ -1,4 +1,4 @@
-"""Values that XLA stores because a sum over few rows reads them.
+"""Values that XLA:GPU stores because a sum over few rows reads them, as in batch norm.
 
 XLA:GPU sums few rows of few columns in one kernel that leaves most of the device idle, so computing values inside it is
 slow. Values with other readers are stored instead: those that batch norm centres by its mean, and those before a

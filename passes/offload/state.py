@@ -1,4 +1,4 @@
-"""Donated arguments that may wait on the host between steps.
+"""Which donated arguments may wait on the host between steps; ``rewrites.state`` chooses among them.
 
 Only the update needs them: optimizer moments, master weights, averages. The output that replaces one is made from it,
 by ops of the update, and from as few other donated arguments as possible.

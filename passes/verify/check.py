@@ -1,5 +1,8 @@
 """Check that a planned program is the original, with ops repeated and reordered.
 
+The original is the program before recomputation: rewrites have been made in it, and are checked by tests against
+``jax.jit`` instead.
+
 The check uses the two graphs alone and shares no code with the solvers or with ``emit``. Afterwards every value equals
 the original value named by ``version_of``. Effects happen once and in order. Outputs, inputs and donations are the
 original ones. So the program computes what the original computes.

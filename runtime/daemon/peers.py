@@ -1,4 +1,4 @@
-"""The process at the other end of a socket, and its death.
+"""The process at the other end of a socket, and its death, after which the coordinator frees its leases.
 
 Invariant: a process is its pid and start time from the kernel. Its death is told once, by a pidfd, readable when the
 process has ended and its memory is free. From Linux 6.5 the pidfd comes from the socket, so a process that reuses the

@@ -15,7 +15,10 @@ from jaxtensile.runtime.config import config as configs
 from jaxtensile.runtime.config.functions import KEYS
 from paths import ROOT
 
-PAGES = [ROOT / name for name in ("README.md", "docs/guide.md", "docs/jobs.md", "docs/tune.md")]
+PAGES = [
+    ROOT / name
+    for name in ("README.md", "docs/guide.md", "docs/jobs.md", "docs/tune.md", "docs/index.md", "docs/howto.md")
+]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 BLOCKS = re.findall(r"(?ms)^( *)```(\w*)\n(.*?)^\1```$", TEXT)
 PYTHON = list(dict.fromkeys(dedent(text) for _, language, text in BLOCKS if language == "python"))
