@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterable, Mapping
@@ -20,7 +21,7 @@ ARGUMENTS = ["-q", "-p", "no:cacheprovider", "--no-header"]
 def covered(files: Iterable[str], module: Path, out: Path) -> int:
     """Run the tests and write their seconds and the lines of ``module`` that they run: pytest's status."""
     plugin = _Covered(module)
-    status = int(pytest.main([*ARGUMENTS, *files], plugins=[plugin]))
+    status = int(pytest.main([*_arguments(), *files], plugins=[plugin]))
     out.write_text(
         json.dumps({k: {"seconds": plugin.seconds[k], "lines": sorted(plugin.lines[k])} for k in plugin.lines})
     )
@@ -29,7 +30,12 @@ def covered(files: Iterable[str], module: Path, out: Path) -> int:
 
 def first_failure(files: Iterable[str], order: Mapping[str, float], out: Path) -> int:
     """Run the tests, the lowest of ``order`` first, up to the first that fails, and write which: pytest's status."""
-    return int(pytest.main([*ARGUMENTS, "-x", *files], plugins=[_Ordered(order, out)]))
+    return int(pytest.main([*_arguments(), "-x", *files], plugins=[_Ordered(order, out)]))
+
+
+def _arguments() -> list[str]:
+    # Names of folders are short, as sockets in them are: a path of one may have 107 bytes.
+    return [*ARGUMENTS, f"--basetemp={tempfile.gettempdir()}/t"]
 
 
 class _Quick:
