@@ -25,13 +25,13 @@ from jaxtensile.program.trace import Traced, why_pinned
 from jaxtensile.report.facts import Decision
 from jaxtensile.report.report import Report
 from jaxtensile.report.text import donated_for_nothing
-from jaxtensile.rewrites.undo import Undone
+from jaxtensile.rewrites.undo import Undone, undo
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.made import BY_XLA, Made
 from jaxtensile.search.modelled import argument_bytes
 from jaxtensile.search.parts import Chunks, why_not_in_parts
 from jaxtensile.search.request import Fitted, Request
-from jaxtensile.search.variant import Variant, step_time
+from jaxtensile.search.variant import UNDONE, Variant, step_time
 from jaxtensile.units import MIB, Bytes, Seconds, format_bytes, parse_bytes
 from jaxtensile.xla.compile import Compiled, compile_program
 
@@ -85,8 +85,11 @@ def cannot(
     smallest = f"the smallest {found}, {about}{least_budget}, for {request.name}"
     other = ", or plan with solver='auto'" if request.solver == "chain" else ""
     ways = ["raise the budget"]
-    if request.chunk is False and request.whole and Chunks(candidates.written).helps:
-        ways.append("work on the batch in parts (chunk=True)")
+    if request.chunk is False and request.whole:
+        helps = Chunks(candidates.written).helps
+        ways.append("work on the batch in parts (chunk=True)" if helps else "allow work in parts (chunk='auto')")
+    if not request.undo and request.faults.spared(UNDONE, lambda: undo(traced, request.jaxpr), lambda: None):
+        ways.append("let its own checkpoints be undone (undo=True)")
     ways.append("shrink the batch")
     if not any(request.donated):
         ways.append("donate the arguments that are updated")

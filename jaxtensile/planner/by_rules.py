@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeAlias
 
-from jaxtensile.clock import Watch
+from jaxtensile.clock import Clock, Watch
 from jaxtensile.errors import BudgetError
 from jaxtensile.ir.fuser import H200, Fuser
 from jaxtensile.ir.ir import fused_by
@@ -58,7 +58,8 @@ def fitted(
 
     The arguments are those of ``pipeline.fit``. ``earlier``: a page of the same program that comes before.
     """
-    page_of = partial(opened, watch=watch, prepare=prepare, baseline=baseline)
+    # One clock: what was given up took its time, too.
+    page_of = partial(opened, prepare=prepare, baseline=baseline, clock=Clock(watch))
     found = _fitted(page_of, request, plans, aim, earlier)
     if found.report.compiled.device <= request.budget:
         return found

@@ -44,9 +44,15 @@ HOISTING: Final = "the moving of invariants in front of loops"
 CACHE: Final = "the plan cache"
 
 
-def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = None, baseline: bool = False) -> Page:
-    """The page of a request before anything is planned."""
-    clock, prepare = Clock(watch), prepare or named(request.solver)
+def opened(
+    request: Request,
+    watch: Watch = nothing,
+    prepare: Prepare | None = None,
+    baseline: bool = False,
+    clock: Clock | None = None,
+) -> Page:
+    """The page of a request before anything is planned. ``clock``: one that counts what came before, too."""
+    clock, prepare = clock or Clock(watch), prepare or named(request.solver)
     if request.sizes is not None:
         with clock("sizes"):
             request = request.with_sizes()
@@ -134,8 +140,9 @@ class Page:
     def follows(self, earlier: Page) -> None:
         """Take over what an earlier page of the same program compiled, and its seconds."""
         self.compiles.plain = earlier.compiles.plain
-        for step, seconds in earlier.clock.seconds.items():
-            self.clock.seconds[step] = self.clock.seconds.get(step, 0.0) + seconds
+        if earlier.clock is not self.clock:
+            for step, seconds in earlier.clock.seconds.items():
+                self.clock.seconds[step] = self.clock.seconds.get(step, 0.0) + seconds
 
     def costs(self) -> Costs:
         """Costs of the program as written."""

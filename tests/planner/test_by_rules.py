@@ -1,12 +1,15 @@
 """Whose fusion rules a plan is made by: the target's own while XLA agrees with them, else those of an H200."""
 
+import itertools
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import switches
+from jaxtensile import clock, switches
 from jaxtensile.ir.fuser import CPU, H200
 from jaxtensile.ir.ir import fused_by
 from jaxtensile.passes.lifetimes.fusion import fuse
@@ -134,6 +137,15 @@ def test_rules_that_are_nearer_for_the_plain_program_are_held_on_to(share, monke
     recall.forget()
     with pytest.raises(jaxtensile.BudgetError):
         jaxtensile.jit(jax.grad(normed), budget=budget, compiler_options=FAST).plan(*args)
+
+
+def test_what_was_given_up_counts_in_the_seconds(args, budget, monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    once = planned(args, budget).seconds["graph"]
+    monkeypatch.setattr(by_rules, "ROOMY", np.inf)  # the others are asked too
+    recall.forget()
+    assert planned(args, budget).seconds["graph"] == 2 * once
 
 
 @pytest.mark.parametrize("how", ["its own", "the others", "its own after both"])

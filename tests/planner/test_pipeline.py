@@ -397,6 +397,21 @@ def test_below_the_arguments_and_below_the_bound_the_smallest_plan_alone_is_comp
         assert compiler.given == WAYS * [info.value.needs]
 
 
+def test_an_error_names_what_was_forbidden_and_might_help():
+    block = jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w.T)
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + block(x, w)
+        return jnp.sum(x**2)
+
+    args = [jnp.ones((8, 8))] * 4, jnp.ones((64, 8))
+    for options, said in (({"chunk": False, "undo": False}, True), ({}, False)):
+        with pytest.raises(jaxtensile.BudgetError) as info:
+            jaxtensile.jit(jax.grad(loss), budget=1500, **options).plan(*args)
+        assert all((way in str(info.value)) is said for way in ("in parts (chunk=", "be undone (undo=True)"))
+
+
 def test_what_an_error_names_is_met_at_once_and_so_is_whatever_is_above_it(monkeypatch):
     """The program that was found is compiled again, once; a search that finds none is made up for by it."""
     compiler = Compiler(monkeypatch)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxtensile import _compat
-from jaxtensile.program.trace import trace_jaxpr, trace_on
+from jaxtensile.program.trace import closed_bodies, trace_jaxpr, trace_on
 
 Shapes = Sequence[tuple[int, ...]]
 Dims = Sequence[int | None]
@@ -25,7 +25,8 @@ def batched(eqn: Any, dims: Dims) -> int | None:
     """The dimension of the rows of all results, for rows in ``dims`` of the operands; None if no batching rule says
     so."""
     avals = [v.aval for v in eqn.invars]
-    if eqn.effects or not all(type(a) is _compat.ShapedArray for a in avals):
+    # Rules of loops and branches make new bodies, which takes long and is never the same equation.
+    if eqn.effects or closed_bodies(eqn)[0] or not all(type(a) is _compat.ShapedArray for a in avals):
         return None
     return _found(eqn, [a.shape for a in avals], dims)
 

@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.rewrites.rows import batched
 from jaxtensile.rewrites.rows.rows import ELEMENTWISE, Passing, Row, adding_scatter, made_of_whole, passing
 
 KEY = jax.random.key(0)
@@ -316,3 +317,19 @@ def test_scatters_that_add_all_updates_up():
     assert adding_scatter(eqn, (None, Row(0), Row(1))) is None
     assert adding_scatter(eqn, (None, None, Row(2))) is None
     assert adding_scatter(eqn, (Row(0), Row(0), Row(0))) is None
+
+
+def test_a_loop_is_never_batched_to_see_whether_its_rows_are_its_own(monkeypatch):
+    """It is never the same equation, and to make it takes as long as to trace it."""
+    asked = []
+    monkeypatch.setattr(batched, "_is_itself", lambda *given: asked.append(given) or False)
+    for fun in (
+        lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sort(c[1])), (0, x))[1],
+        lambda x: lax.cond(True, jnp.sort, jnp.sin, x),
+        jax.jit(jnp.sort),
+    ):
+        (equation,) = (
+            e for e in jax.make_jaxpr(fun)(normal(4, 4)).eqns if e.primitive.name in ("while", "cond", "jit")
+        )
+        assert batched.batched(equation, (0,) * len(equation.invars)) is None
+    assert not asked
