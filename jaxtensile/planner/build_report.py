@@ -93,11 +93,11 @@ def cannot(
     ways.append("shrink the batch")
     if not any(request.donated):
         ways.append("donate the arguments that are updated")
-    no_parts = why_not_in_parts(request, traced)
+    why = "; ".join(filter(None, (why_not_in_parts(request, traced), *request.notes)))
     return BudgetError(
         f"budget {budget} is below {smallest}: {because}; "
         f"{', '.join(ways)}, or shard the program{each and ' further'}{other}{_unit_left_out(request.budget, needs)}"
-        f"{no_parts and f' ({no_parts})'}",
+        f"{why and f' ({why})'}",
         needs=needs,
         has=request.budget,
         culprits=culprits,

@@ -232,6 +232,12 @@ def step(ws, x):
 ours = jaxtensile.jit(step, budget="1GiB", donate_argnums=0)
 report = ours.plan(*arguments(weights=P("model")))
 assert any("planned around, not inside: dot_general at" in note for note in report.notes), report.notes
+try:
+    jaxtensile.jit(step, budget=1, donate_argnums=0).plan(*arguments(weights=P("model")))
+except jaxtensile.BudgetError as error:
+    assert "shard_maps are planned around, not inside: dot_general at" in str(error), error
+else:
+    raise AssertionError("nothing fits one byte")
 expected, got = jax.jit(step)(*arguments(weights=P("model"))), ours(*arguments(weights=P("model")))
 for e, g in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
     np.testing.assert_allclose(g, e, rtol=1e-5)
