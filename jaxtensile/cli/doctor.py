@@ -39,6 +39,7 @@ _EXTRAS: Final = {
         *("equinox", "diffrax", "lineax", "optimistix", "blackjax", "numpyro", "dm-haiku", "cloudpickle"),
     ),
     "zoo": ("optax", "transformers", "keras", "dm-haiku", "jmp", "equimo"),
+    "docs": ("sphinx", "myst-parser", "furo"),
     "dev": ("ruff", "pyright", "scipy-stubs", "build"),
 }
 _TRY_TARGETS: Final = """
