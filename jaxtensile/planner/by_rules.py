@@ -59,7 +59,8 @@ def fitted(
     The arguments are those of ``pipeline.fit``. ``earlier``: a page of the same program that comes before.
     """
     # One clock: what was given up took its time, too.
-    page_of = partial(opened, prepare=prepare, baseline=baseline, clock=Clock(watch))
+    clock = Clock(watch) if earlier is None else earlier.clock
+    page_of = partial(opened, prepare=prepare, baseline=baseline, clock=clock)
     found = _fitted(page_of, request, plans, aim, earlier)
     if found.report.compiled.device <= request.budget:
         return found

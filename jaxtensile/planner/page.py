@@ -138,11 +138,8 @@ class Page:
         """The planned program that was told of last."""
 
     def follows(self, earlier: Page) -> None:
-        """Take over what an earlier page of the same program compiled, and its seconds."""
+        """Take over what an earlier page of the same program compiled."""
         self.compiles.plain = earlier.compiles.plain
-        if earlier.clock is not self.clock:
-            for step, seconds in earlier.clock.seconds.items():
-                self.clock.seconds[step] = self.clock.seconds.get(step, 0.0) + seconds
 
     def costs(self) -> Costs:
         """Costs of the program as written."""

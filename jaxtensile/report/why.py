@@ -8,14 +8,14 @@ from typing import Final
 
 from jaxtensile.places import short_place
 from jaxtensile.report.facts import Decision, Facts
-from jaxtensile.report.text import ROWS, groups, what_and_where
+from jaxtensile.report.text import ROWS, dropped, groups, kept, offloaded, passing, what_and_where
 from jaxtensile.units import format_bytes, format_seconds
 
-_SAID: Final = {
-    "keep": ("kept", "to compute them again: {}, and what they are made of has to be there"),
-    "offload": ("on the host", "to compute them again: {}"),
-    "recompute": ("recomputed", "costs {}; kept, they would be there at the peak of the program as written"),
-}
+_SAID: Final = (
+    (kept, "kept", "to compute them again: {}, and what they are made of has to be there"),
+    (offloaded, "on the host", "to compute them again: {}"),
+    (dropped, "recomputed", "costs {}; kept, they would be there at the peak of the program as written"),
+)
 
 
 def why(report: Facts, place: str) -> str:
@@ -25,13 +25,11 @@ def why(report: Facts, place: str) -> str:
     """
     if report.unchanged:
         return f"{report.name} fits {format_bytes(report.budget)} as it is written: nothing was decided"
-    found = [d for d in report.decisions if _is_at(d, place)]
-    if not found:
+    if not any(_is_at(d, place) for d in report.decisions):
         return _nothing(report, place)
     lines = [f"{report.name} on {report.target}, budget {format_bytes(report.budget)}, at {place}, by the model:"]
-    passing = [d for d in found if d.kind == "recompute" and not d.stored]
-    for kind, (verb, reason) in _SAID.items():
-        alike = [d for d in found if d.kind == kind and d not in passing]
+    for decided, verb, reason in _SAID:
+        alike = [d for d in decided(report) if _is_at(d, place)]
         for group in (of := groups(alike))[:ROWS]:
             same = [d for d in alike if what_and_where(d) == (group.what, group.where)]
             lines.append(f"  {verb:<11}{format_bytes(group.nbytes):>10}  {group.count} x {group.what}  {group.where}")
@@ -39,8 +37,8 @@ def why(report: Facts, place: str) -> str:
         if rest := of[ROWS:]:
             count, size = sum(g.count for g in rest), format_bytes(sum(g.nbytes for g in rest))
             lines.append(f"  {verb:<11}{size:>10}  {count} more, of {len(rest)} kinds")
-    if passing:
-        lines.append(f"  and {len(passing)} on the way to those that are recomputed: {_price(report, passing)}")
+    if between := [d for d in passing(report) if _is_at(d, place)]:
+        lines.append(f"  and {len(between)} on the way to those that are recomputed: {_price(report, between)}")
     return "\n".join(lines)
 
 
